@@ -1,0 +1,245 @@
+"""The waiting room: requests come in by lane, and a batch is cut at the moment the engine asks for one.
+
+`Batcher` is pure: no torch, socket, lock or clock. `WaitingRoom` is that batcher under one lock and one condition.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+from embedserve_kernels.output_layout import OutputDtype
+
+from embedserve.messages import Lane
+
+BULK_SHARE = 0.2  # of the tokens, while bulk work waits
+QUERY_MAX_INPUTS = 8
+QUERY_MAX_TOKENS = 512
+
+
+def auto_lane(rows: int, tokens: int) -> Lane:
+    """The lane of a request that names none."""
+    return Lane.QUERY if rows <= QUERY_MAX_INPUTS and tokens <= QUERY_MAX_TOKENS else Lane.BULK
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One client request as the engine sees it. Rows before `next_row` have been taken into batches."""
+
+    frontend: str
+    id: int
+    lane: Lane
+    lengths: np.ndarray  # [rows] tokens of each input
+    token_ids: np.ndarray  # [tokens] inputs end to end
+    dims: int
+    dtype: OutputDtype
+    normalize: bool
+    enqueued_at: float
+    next_row: int = 0
+    token_ends: np.ndarray = field(init=False)  # [rows + 1] where each input begins in token_ids, and the end
+
+    def __post_init__(self) -> None:
+        self.token_ends = np.zeros(len(self.lengths) + 1, np.int64)
+        np.cumsum(self.lengths, out=self.token_ends[1:])
+
+    @property
+    def rows(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def waiting_tokens(self) -> int:
+        return int(self.token_ends[-1] - self.token_ends[self.next_row])
+
+    def rows_within(self, budget: int) -> int:
+        """How many of the waiting rows, taken in order, stay within `budget` tokens."""
+        limit = self.token_ends[self.next_row] + budget
+        return int(np.searchsorted(self.token_ends, limit, side="right")) - 1 - self.next_row
+
+
+@dataclass(slots=True)
+class Part:
+    """Consecutive rows of one request, taken into one batch."""
+
+    request: Request
+    first_row: int
+    rows: int
+    tokens: int
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return self.request.lengths[self.first_row : self.first_row + self.rows]
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        ends = self.request.token_ends
+        return self.request.token_ids[ends[self.first_row] : ends[self.first_row + self.rows]]
+
+
+@dataclass(slots=True)
+class Batch:
+    """Parts ordered by frontend, then request."""
+
+    parts: list[Part]
+    tokens: int
+    taken_at: float
+
+    @property
+    def rows(self) -> int:
+        return sum(part.rows for part in self.parts)
+
+
+class Batcher:
+    """Two lanes. Queries go first; while bulk waits it gets its share of the tokens; oldest first within a lane.
+
+    A request larger than the budget is taken in row ranges over several batches; an input larger than the budget goes alone.
+    """
+
+    def __init__(self, *, bulk_share: float = BULK_SHARE) -> None:
+        self._lanes: dict[Lane, OrderedDict[tuple[str, int], Request]] = {lane: OrderedDict() for lane in Lane}
+        self._waiting_tokens = dict.fromkeys(Lane, 0)
+        self._bulk_share = bulk_share
+        self._bulk_due = 0.0  # tokens that bulk is owed of what ran while it waited; negative when it ran ahead
+
+    def add(self, request: Request) -> None:
+        key = (request.frontend, request.id)
+        assert all(key not in lane for lane in self._lanes.values()), f"request {key} is already waiting"
+        self._lanes[request.lane][key] = request
+        self._waiting_tokens[request.lane] += request.waiting_tokens
+
+    def cancel(self, frontend: str, id: int) -> Request | None:
+        """Take a request out. None when it does not wait (any more): unknown, answered, or in a batch whole."""
+        for lane, waiting in self._lanes.items():
+            request = waiting.pop((frontend, id), None)
+            if request is not None:
+                self._waiting_tokens[lane] -= request.waiting_tokens
+                return request
+        return None
+
+    def cancel_frontend(self, frontend: str) -> int:
+        """Take out everything of one frontend; how many requests that was."""
+        keys = [key for waiting in self._lanes.values() for key in waiting if key[0] == frontend]
+        for key in keys:
+            self.cancel(*key)
+        return len(keys)
+
+    def waiting_tokens(self, lane: Lane) -> int:
+        return self._waiting_tokens[lane]
+
+    def oldest_enqueued_at(self, lane: Lane) -> float | None:
+        return next((request.enqueued_at for request in self._lanes[lane].values()), None)
+
+    def __len__(self) -> int:
+        return sum(len(waiting) for waiting in self._lanes.values())
+
+    def next_batch(self, now: float, budget: int) -> Batch | None:
+        """At most `budget` tokens (more only for one input that is larger by itself), or None when nothing waits."""
+        parts: list[Part] = []
+        room = budget
+        if self._lanes[Lane.BULK]:
+            self._bulk_due += self._bulk_share * min(budget, sum(self._waiting_tokens.values()))
+            room -= self._take(Lane.BULK, room, parts, at_least=self._bulk_due)
+        room -= self._take(Lane.QUERY, room, parts, at_least=room)
+        room -= self._take(Lane.BULK, room, parts, at_least=room)
+        if not parts:
+            return None
+        bulk_tokens = sum(part.tokens for part in parts if part.request.lane is Lane.BULK)
+        self._bulk_due = self._bulk_due - bulk_tokens if self._lanes[Lane.BULK] else 0.0
+        parts.sort(key=lambda part: (part.request.frontend, part.request.id, part.first_row))
+        return Batch(_joined(parts), budget - room, now)
+
+    def _take(self, lane: Lane, room: int, parts: list[Part], *, at_least: float) -> int:
+        """Move rows of `lane` into `parts`, oldest first, until `at_least` tokens are taken or `room` is full."""
+        taken = 0
+        waiting = self._lanes[lane]
+        while waiting and taken < at_least:
+            key, request = next(iter(waiting.items()))
+            goal = min(room - taken, max(1, int(at_least - taken)))
+            rows = request.rows_within(goal)
+            if rows == 0 and (request.lengths[request.next_row] <= room - taken or not (parts or taken)):
+                rows = 1  # one input more than the goal asks for, or one larger than the whole budget: alone
+            if rows == 0:
+                break
+            part = Part(request, request.next_row, rows, 0)
+            part.tokens = int(request.token_ends[part.first_row + rows] - request.token_ends[part.first_row])
+            request.next_row += rows
+            parts.append(part)
+            taken += part.tokens
+            self._waiting_tokens[lane] -= part.tokens
+            if request.next_row == request.rows:
+                del waiting[key]
+        return taken
+
+
+class WaitingRoom:
+    """The one structure between IpcLoop, which adds and cancels, and EngineLoop, which takes.
+
+    Under the lock only references move. `observe` is called under it after every change, so that gauges are never stale.
+    """
+
+    def __init__(self, max_tokens: int, *, observe: Callable[[Batcher], None] = lambda batcher: None) -> None:
+        self._batcher = Batcher()
+        self._max_tokens = max_tokens
+        self._observe = observe
+        self._lock = threading.Lock()
+        self._filled = threading.Condition(self._lock)
+        self._closed = False
+
+    def add(self, requests: Iterable[Request]) -> list[Request]:
+        """Let requests in, oldest first; returns those for which there is no room. Never blocks on the engine."""
+        refused: list[Request] = []
+        with self._lock:
+            for request in requests:
+                waiting = sum(self._batcher.waiting_tokens(lane) for lane in Lane)
+                if waiting and waiting + request.waiting_tokens > self._max_tokens:
+                    refused.append(request)
+                else:
+                    self._batcher.add(request)
+            self._observe(self._batcher)
+            self._filled.notify()
+        return refused
+
+    def cancel(self, frontend: str, ids: Iterable[int]) -> int:
+        """How many of these requests still waited; they are gone now."""
+        with self._lock:
+            freed = sum(self._batcher.cancel(frontend, id) is not None for id in ids)
+            self._observe(self._batcher)
+        return freed
+
+    def cancel_frontend(self, frontend: str) -> int:
+        with self._lock:
+            freed = self._batcher.cancel_frontend(frontend)
+            self._observe(self._batcher)
+        return freed
+
+    def take(self, budget: int) -> Batch | None:
+        """Block until work waits, then cut a batch of at most `budget` tokens. None when the room is closed."""
+        with self._lock:
+            while not self._closed:
+                batch = self._batcher.next_batch(time.monotonic(), budget)
+                if batch is not None:
+                    self._observe(self._batcher)
+                    return batch
+                self._filled.wait()
+        return None
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._filled.notify_all()
+
+
+def _joined(parts: list[Part]) -> list[Part]:
+    """Merge neighbours that continue each other (bulk taken for its share, then again for what was left)."""
+    joined: list[Part] = []
+    for part in parts:
+        last = joined[-1] if joined else None
+        if last and last.request is part.request and last.first_row + last.rows == part.first_row:
+            last.rows += part.rows
+            last.tokens += part.tokens
+        else:
+            joined.append(part)
+    return joined

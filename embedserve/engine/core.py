@@ -1,0 +1,188 @@
+"""The engine process: builds the three loops, starts them, says READY; its main thread then waits for control and death.
+
+`python -m embedserve.engine.core SPEC`, started by the supervisor. Knows nothing of HTTP or gRPC.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import setproctitle
+from embedserve_kernels.output_layout import OutputDtype, lay_out, row_bytes
+
+from embedserve import metrics
+from embedserve.config import available_cores
+from embedserve.engine.batcher import Batcher, WaitingRoom
+from embedserve.engine.buffers import BufferPool
+from embedserve.engine.credit import ReplyCredit
+from embedserve.engine.engine_loop import EngineLoop
+from embedserve.engine.ipc_loop import IpcLoop
+from embedserve.engine.outbox import Outbox
+from embedserve.engine.output_loop import OutputLoop
+from embedserve.errors import StartError
+from embedserve.logs import stop_logging
+from embedserve.messages import EngineAddress, Failed, FrontendLost, Lane, Ready
+from embedserve.process import ChildSpec, ControlChannel, NamedThread, enter_child, wait_readable
+
+if TYPE_CHECKING:
+    from embedserve.model.runner import Runner
+
+log = logging.getLogger(__name__)
+
+SWITCH_INTERVAL_S = 0.0005  # the three loops hand the GIL over sooner than Python's 5 ms
+MAX_RING_BUFFER_BYTES = 64 * 1024 * 1024
+SPARE_BUFFERS = 2  # in the ring beyond those in flight: being sent while the next is written
+
+
+def main() -> None:
+    spec, control = enter_child("engine")
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    Engine(spec, control).run()
+
+
+class Engine:
+    def __init__(self, spec: ChildSpec, control: ControlChannel) -> None:
+        self._spec = spec
+        self._control = control
+        config = spec.config
+        self._max_batch_tokens = config.batch_tokens_limit
+        self._waiting_room = WaitingRoom(config.queued_tokens_limit, observe=_observe_queue)
+        self._outbox = Outbox(limit=1)
+        self._credit = ReplyCredit()
+        self._events_fd = os.eventfd(0, os.EFD_CLOEXEC)  # written when the model is loaded and when a thread ends
+        self._never_fd = os.eventfd(0, os.EFD_CLOEXEC)  # IpcLoop's stop signal; here the process just exits
+        self._ended: list[tuple[str, BaseException | None]] = []
+        self._runner: Runner | None = None
+        self._engine_loop = EngineLoop(
+            self._load,
+            waiting_room=self._waiting_room,
+            outbox=self._outbox,
+            max_batch_tokens=self._max_batch_tokens,
+            max_batch_ms=config.batch_ms_limit,
+        )
+
+    def run(self) -> None:
+        self._start("EngineLoop", self._engine_loop.run)
+        for source in wait_readable(self._control.socket, self._events_fd):
+            if source is self._control.socket:
+                self._obey()
+            else:
+                os.eventfd_read(self._events_fd)
+                self._check_threads()
+                self._serve()
+
+    def _serve(self) -> None:
+        """The model is loaded: open the sockets and say so. Called once."""
+        assert self._runner is not None
+        spec, card = self._spec, self._runner.card
+        address = EngineAddress(
+            incarnation=spec.number,
+            requests=f"ipc://{spec.run_dir}/e{spec.number}.req",
+            replies=f"ipc://{spec.run_dir}/e{spec.number}.rep",
+            card=card,
+            max_batch_tokens=self._max_batch_tokens,
+            pid=os.getpid(),
+        )
+        ipc_loop = IpcLoop(
+            address.requests,
+            incarnation=spec.number,
+            vocab_size=card.vocab_size,
+            waiting_room=self._waiting_room,
+            outbox=self._outbox,
+            credit=self._credit,
+            stop_fd=self._never_fd,
+        )
+        output_loop = OutputLoop(
+            address.replies, incarnation=spec.number, outbox=self._outbox, credit=self._credit
+        )
+        self._start("IpcLoop", ipc_loop.run)
+        self._start("OutputLoop", output_loop.run)
+        self._control.send(Ready(address))
+
+    def _load(self) -> tuple[Runner, BufferPool]:
+        """On EngineLoop: load, run one forward, make the ring. libgomp's workers take their name from the thread here."""
+        from embedserve.model.runner import load_runner  # torch: only in this process, and only on this thread
+
+        config = self._spec.config
+        setproctitle.setthreadtitle("forward")
+        started = time.monotonic()
+        runner = load_runner(
+            config.model,
+            revision=config.revision,
+            dtype=config.dtype,
+            device=config.device,
+            threads=config.threads or available_cores(),
+        )
+        _warm_up(runner)
+        setproctitle.setthreadtitle("EngineLoop")
+        log.info("%s loaded in %.1f s: %s on %s", runner.card.name, time.monotonic() - started, runner.card.dtype, runner.card.device)
+        self._runner = runner
+        rows = max(1, self._max_batch_tokens // 2)  # an input has at least its special tokens
+        buffer_bytes = min(rows * (row_bytes(runner.card.dims, OutputDtype.FLOAT32) + 1), MAX_RING_BUFFER_BYTES)
+        buffers = BufferPool(1 + SPARE_BUFFERS, buffer_bytes, outside=metrics.OUTPUT_BUFFERS_OUTSIDE_RING.inc)
+        os.eventfd_write(self._events_fd, 1)
+        return runner, buffers
+
+    def _start(self, name: str, run: Callable[[], None]) -> None:
+        NamedThread(name, run, self._thread_ended).start()
+
+    def _thread_ended(self, name: str, error: BaseException | None) -> None:
+        self._ended.append((name, error))
+        os.eventfd_write(self._events_fd, 1)
+
+    def _check_threads(self) -> None:
+        """Any of the three ending is the end of the process: its waiting callers are better told at once."""
+        for name, error in self._ended:
+            if isinstance(error, StartError):
+                self._control.send(Failed(str(error)))
+            else:
+                log.critical("thread %s ended; so does the engine", name, exc_info=error)
+            self._exit(1)
+
+    def _obey(self) -> None:
+        messages = self._control.receive()
+        if messages is None:  # the supervisor is gone, or wants us to go
+            self._exit(0)
+        for message in messages or []:
+            if isinstance(message, FrontendLost):
+                freed = self._waiting_room.cancel_frontend(message.frontend)
+                metrics.CANCELLED.inc(freed)
+                self._credit.forget(message.frontend)
+
+    def _exit(self, status: int) -> None:
+        """Without waiting for threads that may sit in C code; the log is flushed."""
+        stop_logging()
+        os._exit(status)
+
+
+def _warm_up(runner: Runner) -> None:
+    """A short and a long forward: the first proves the model, the second starts every worker of the thread pool."""
+    dims = runner.card.dims
+    for length in (min(8, runner.card.max_input_tokens), runner.card.max_input_tokens):
+        length = min(length, 512)
+        layout = lay_out([2], [dims], [OutputDtype.FLOAT32], [True])
+        out = np.empty(layout.total_bytes, np.uint8)
+        token_ids = np.ones(2 * length, np.int32)
+        runner.launch(token_ids, np.full(2, length, np.int32), layout.table, out).wait()
+
+
+def _observe_queue(batcher: Batcher) -> None:
+    for lane in Lane:
+        name = lane.name.lower()
+        metrics.QUEUED_TOKENS.labels(name).set(batcher.waiting_tokens(lane))
+        oldest = batcher.oldest_enqueued_at(lane)
+        metrics.OLDEST_ENQUEUED.labels(name).set(0 if oldest is None else oldest + _MONOTONIC_TO_UNIX_S)
+
+
+_MONOTONIC_TO_UNIX_S = time.time() - time.monotonic()
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    main()

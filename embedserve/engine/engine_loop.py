@@ -1,0 +1,98 @@
+"""EngineLoop: takes a batch from the waiting room, launches its forward pass, hands it to the outbox.
+
+It touches no socket and no per-request protocol object.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+from embedserve_kernels.output_layout import OutputDtype, lay_out
+
+from embedserve import metrics
+from embedserve.engine.batcher import Batch, WaitingRoom
+from embedserve.engine.buffers import BufferPool
+from embedserve.engine.outbox import FinishedBatch, Outbox
+
+if TYPE_CHECKING:
+    from embedserve.model.runner import Runner
+
+SPEED_SMOOTHING = 0.1  # weight of the newest batch in the measured speed
+SPEED_MIN_TOKENS = 256  # smaller batches say little of the device's speed
+
+
+class EngineLoop:
+    """`load` is called on this thread, because loading runs parallel operations and only this thread may."""
+
+    def __init__(
+        self,
+        load: Callable[[], tuple[Runner, BufferPool]],
+        *,
+        waiting_room: WaitingRoom,
+        outbox: Outbox,
+        max_batch_tokens: int,
+        max_batch_ms: float,
+    ) -> None:
+        self._load = load
+        self._waiting_room = waiting_room
+        self._outbox = outbox
+        self._max_batch_tokens = max_batch_tokens
+        self._max_batch_ms = max_batch_ms
+        self._tokens_per_ms: float | None = None
+        self._idle_since = 0.0
+
+    def run(self) -> None:
+        self._runner, self._buffers = self._load()
+        self._idle_since = time.monotonic()
+        while self._step():
+            pass
+
+    def _step(self) -> bool:
+        """One batch. A call of its own, so that no name here keeps a buffer's lease while the next batch is waited for."""
+        batch = self._waiting_room.take(self.budget())  # blocks until work waits; None when closed
+        if batch is None:
+            return False
+        finished = self.launch(batch)
+        self._measure(finished)
+        self._outbox.put(finished)  # blocks while as many as the device may hold are in flight
+        return True
+
+    def budget(self) -> int:
+        """Tokens of the next batch: what the device does in --max-batch-ms, --max-batch-tokens at most."""
+        if self._tokens_per_ms is None:
+            return self._max_batch_tokens
+        return max(SPEED_MIN_TOKENS, min(self._max_batch_tokens, int(self._tokens_per_ms * self._max_batch_ms)))
+
+    def launch(self, batch: Batch) -> FinishedBatch:
+        launched_at = time.monotonic()
+        parts = batch.parts
+        layout = lay_out(
+            [part.rows for part in parts],
+            [part.request.dims for part in parts],
+            [OutputDtype(part.request.dtype) for part in parts],
+            [part.request.normalize for part in parts],
+        )
+        buffer = self._buffers.lease(layout.total_bytes)
+        launched = self._runner.launch(
+            np.concatenate([part.token_ids for part in parts]),
+            np.concatenate([part.lengths for part in parts]),
+            layout.table,
+            buffer,
+        )
+        return FinishedBatch(batch, layout, buffer, launched, launched_at)
+
+    def _measure(self, finished: FinishedBatch) -> None:
+        now = time.monotonic()
+        waiting_since = min(part.request.enqueued_at for part in finished.batch.parts)
+        metrics.ENGINE_STARVED.inc(max(0.0, finished.launched_at - max(self._idle_since, waiting_since)))
+        metrics.THREAD_BUSY.labels("EngineLoop").inc(now - finished.launched_at)
+        metrics.BATCH_TOKENS.observe(finished.batch.tokens)
+        metrics.BATCH_INPUTS.observe(len(finished.layout.table))
+        self._idle_since = now
+        if finished.batch.tokens >= SPEED_MIN_TOKENS:
+            speed = finished.batch.tokens / ((now - finished.launched_at) * 1000)
+            past = self._tokens_per_ms
+            self._tokens_per_ms = speed if past is None else past + SPEED_SMOOTHING * (speed - past)

@@ -1,0 +1,89 @@
+"""The outbox: finished batches and refusals on their way to OutputLoop, bounded by the batches in flight.
+
+Knows neither tensors nor sockets; its wake-up is a file descriptor, so that OutputLoop can wait on it beside its socket.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from embedserve_kernels.output_layout import OutputLayout
+
+from embedserve.engine.batcher import Batch, Request
+
+
+class Launched(Protocol):
+    """A forward on its way. Two kinds: done when launched (CPU), and behind an event (CUDA)."""
+
+    def wait(self) -> None:
+        """Block until the output buffer holds the batch's bytes."""
+        ...
+
+
+@dataclass(slots=True)
+class FinishedBatch:
+    batch: Batch
+    layout: OutputLayout
+    buffer: np.ndarray  # uint8 [layout.total_bytes], on lease
+    launched: Launched
+    launched_at: float
+
+
+@dataclass(slots=True)
+class Refused:
+    """A request that will not run. Overloaded: it may be sent again later."""
+
+    request: Request
+    message: str
+    overloaded: bool
+
+
+class Outbox:
+    """`put` blocks while `limit` batches wait (EngineLoop calls it); `post` never does (IpcLoop calls it)."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._batches: deque[FinishedBatch] = deque()
+        self._refused: list[Refused] = []
+        self._taken = threading.Condition()
+        self._closed = False
+        self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def put(self, finished: FinishedBatch) -> None:
+        with self._taken:
+            self._taken.wait_for(lambda: len(self._batches) < self._limit or self._closed)
+            self._batches.append(finished)
+        os.eventfd_write(self.wake_fd, 1)
+
+    def post(self, refused: list[Refused]) -> None:
+        with self._taken:
+            self._refused += refused
+        os.eventfd_write(self.wake_fd, 1)
+
+    def take(self) -> tuple[list[FinishedBatch], list[Refused]]:
+        """Everything that waits; never blocks. Clears the wake-up first, so that nothing put meanwhile is missed."""
+        try:
+            os.eventfd_read(self.wake_fd)
+        except BlockingIOError:
+            return [], []
+        with self._taken:
+            batches, refused = list(self._batches), self._refused
+            self._batches.clear()
+            self._refused = []
+            self._taken.notify_all()
+        return batches, refused
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def close(self) -> None:
+        with self._taken:
+            self._closed = True
+            self._taken.notify_all()
+        os.eventfd_write(self.wake_fd, 1)

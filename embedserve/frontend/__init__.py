@@ -1,0 +1,1 @@
+"""The frontend process: HTTP and gRPC on one event loop, one service behind both. No torch, no transformers."""

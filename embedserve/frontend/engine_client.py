@@ -1,0 +1,351 @@
+"""The frontend's line to the engine: one message a flush, replies resolved to futures, admission by tokens and bytes.
+
+Lives on the event loop; owns both sockets. Knows nothing of HTTP, gRPC, texts or models.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import zmq
+from embedserve_kernels.output_layout import OutputDtype, row_bytes
+
+from embedserve import metrics
+from embedserve.engine.credit import REPLY_CREDIT_BYTES
+from embedserve.errors import EngineUnavailable, Overloaded, RequestTooLarge, ServerError
+from embedserve.messages import (
+    EngineAddress,
+    Lane,
+    ReplyHeader,
+    ReplyPart,
+    RequestHeader,
+    RequestItem,
+    decode_reply,
+    encode_requests,
+)
+
+log = logging.getLogger(__name__)
+
+REPLIES_PER_TURN = 16  # then other callbacks of the loop get theirs
+MIN_RETRY_S, MAX_RETRY_S = 0.05, 30.0
+
+
+@dataclass(slots=True)
+class EngineRequest:
+    """What a request is to the engine: ids and an output spec."""
+
+    token_ids: np.ndarray  # int32 [tokens]
+    lengths: np.ndarray  # int32 [rows]
+    lane: Lane
+    dims: int
+    dtype: OutputDtype
+    normalize: bool
+
+    @property
+    def rows(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def reply_bytes(self) -> int:
+        scale_bytes = 4 if self.dtype is OutputDtype.INT8 else 0
+        return self.rows * (row_bytes(self.dims, self.dtype) + scale_bytes)
+
+
+@dataclass(slots=True)
+class EngineReply:
+    """All rows of a request; the buffers are views of the received frames unless it came in several."""
+
+    vectors: memoryview
+    scales: memoryview
+    nonfinite_rows: list[int]
+    queue_ms: float
+    forward_ms: float
+    pack_ms: float
+    reply_ms: float
+
+
+@dataclass(eq=False, slots=True)
+class _Pending:
+    id: int
+    request: EngineRequest
+    future: asyncio.Future[EngineReply]
+    sent_at: float
+    rows_missing: int
+    vectors: bytearray | None = None  # only when the rows come in several parts
+    scales: bytearray | None = None
+    nonfinite_rows: list[int] = field(default_factory=list)
+    forward_ms: float = 0.0
+    pack_ms: float = 0.0
+
+
+class EngineClient:
+    """One per frontend. `max_tokens` and `max_reply_bytes` bound what is in flight; beyond them `embed` refuses at once."""
+
+    def __init__(self, name: str, *, max_tokens: int, max_reply_bytes: int = REPLY_CREDIT_BYTES // 2) -> None:
+        self._name = name
+        self._max_tokens = max_tokens
+        self._max_reply_bytes = max_reply_bytes
+        self._tokens = 0  # in flight
+        self._reply_bytes = 0
+        self._pending: dict[int, _Pending] = {}
+        self._next_id = 0
+        self._outgoing: list[_Pending] = []
+        self._cancels: list[int] = []
+        self._flush_scheduled = False
+        self._received_bytes = 0
+        self._acknowledged_bytes = 0
+        self._speed = _Speed()
+        self._last_answer_at = time.monotonic()
+        self._address: EngineAddress | None = None
+        self._connected = False
+        self._requests: zmq.Socket[bytes] | None = None
+        self._replies: zmq.Socket[bytes] | None = None
+        self._welcomed = asyncio.Event()
+
+    async def connect(self, address: EngineAddress) -> None:
+        """Use this engine from now on; returns when it answers."""
+        self.disconnect()
+        self._address = address
+        self._received_bytes = self._acknowledged_bytes = 0
+        self._welcomed.clear()
+        self._requests = self._socket(address.requests)
+        self._replies = self._socket(address.replies)
+        asyncio.get_running_loop().add_reader(self._replies.FD, self._read_replies)
+        self._replies.send(b"hello", zmq.NOBLOCK)
+        self._read_replies()  # its descriptor is edge-triggered: look again after every send
+        await self._welcomed.wait()
+
+    def disconnect(self) -> None:
+        """The engine is lost: everyone who waits on it is told."""
+        self._connected = False
+        if self._replies is not None and self._requests is not None:
+            asyncio.get_running_loop().remove_reader(self._replies.FD)
+            self._replies.close(linger=0)
+            self._requests.close(linger=0)
+        self._requests = self._replies = None
+        self._outgoing.clear()
+        self._cancels.clear()
+        for pending in list(self._pending.values()):
+            self._finish(pending, EngineUnavailable("the engine ended before it answered; send the request again"))
+
+    @property
+    def connected(self) -> bool:
+        return self._connected
+
+    @property
+    def incarnation(self) -> int:
+        return self._address.incarnation if self._address else 0
+
+    def silent_for(self) -> float:
+        """Seconds in which work waited and nothing was answered; 0 when nothing waits."""
+        if not self._pending:
+            return 0.0
+        waiting_since = next(iter(self._pending.values())).sent_at
+        return time.monotonic() - max(self._last_answer_at, waiting_since)
+
+    async def embed(self, request: EngineRequest) -> EngineReply:
+        """Raises Overloaded, RequestTooLarge or EngineUnavailable. Cancelling the call frees its rows in the engine."""
+        tokens = len(request.token_ids)
+        self._admit(tokens, request.reply_bytes)
+        self._next_id += 1
+        pending = _Pending(
+            self._next_id, request, asyncio.get_running_loop().create_future(), time.monotonic(), request.rows
+        )
+        self._pending[pending.id] = pending
+        self._outgoing.append(pending)
+        self._schedule_flush()
+        try:
+            return await pending.future
+        finally:
+            if self._pending.pop(pending.id, None) is not None:  # the caller left
+                self._release(pending)
+                self._cancels.append(pending.id)
+                self._schedule_flush()
+
+    def _admit(self, tokens: int, reply_bytes: int) -> None:
+        if not self._connected:
+            raise EngineUnavailable("the engine is not ready; try again shortly")
+        if tokens > self._max_tokens:
+            raise RequestTooLarge(
+                f"the request has {tokens} tokens; this server queues {self._max_tokens} per frontend. "
+                "Send fewer inputs a request, or raise --max-queued-tokens."
+            )
+        if reply_bytes > self._max_reply_bytes:
+            raise RequestTooLarge(
+                f"the reply would have {reply_bytes} bytes; this server holds {self._max_reply_bytes} per frontend. "
+                "Send fewer inputs a request."
+            )
+        if self._tokens + tokens > self._max_tokens or self._reply_bytes + reply_bytes > self._max_reply_bytes:
+            wait_s = min(MAX_RETRY_S, max(MIN_RETRY_S, self._tokens / self._speed.tokens_per_s))
+            raise Overloaded(
+                f"{self._tokens} tokens are in flight and {tokens} came; this server queues {self._max_tokens} "
+                f"per frontend. Try again in {wait_s:.2f} s.",
+                retry_after_s=wait_s,
+            )
+        self._tokens += tokens
+        self._reply_bytes += reply_bytes
+        metrics.SATURATION.set(self._tokens / self._max_tokens)
+
+    def _release(self, pending: _Pending) -> None:
+        self._tokens -= len(pending.request.token_ids)
+        self._reply_bytes -= pending.request.reply_bytes
+        metrics.SATURATION.set(self._tokens / self._max_tokens)
+
+    def _finish(self, pending: _Pending, outcome: EngineReply | Exception) -> None:
+        del self._pending[pending.id]
+        self._release(pending)
+        if pending.future.done():
+            return
+        if isinstance(outcome, EngineReply):
+            pending.future.set_result(outcome)
+        else:
+            pending.future.set_exception(outcome)
+
+    def _socket(self, address: str) -> zmq.Socket[bytes]:
+        socket = zmq.Context.instance().socket(zmq.DEALER)
+        socket.setsockopt(zmq.IDENTITY, self._name.encode())
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(address)
+        return socket
+
+    def _schedule_flush(self) -> None:
+        if not self._flush_scheduled:
+            self._flush_scheduled = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        """Everything of this turn of the loop in one message."""
+        self._flush_scheduled = False
+        if self._requests is None or self._address is None:
+            return
+        outgoing, self._outgoing = self._outgoing, []
+        cancels, self._cancels = self._cancels, []
+        outgoing = [pending for pending in outgoing if pending.id in self._pending]
+        header = RequestHeader(
+            self._name,
+            self._address.incarnation,
+            self._received_bytes,
+            [_item(pending) for pending in outgoing],
+            cancels,
+        )
+        self._acknowledged_bytes = self._received_bytes
+        frames = encode_requests(
+            header,
+            [pending.request.token_ids for pending in outgoing],
+            [pending.request.lengths for pending in outgoing],
+        )
+        self._requests.send_multipart(frames, zmq.NOBLOCK, copy=False)
+
+    def _read_replies(self) -> None:
+        socket = self._replies
+        if socket is None:
+            return
+        for _ in range(REPLIES_PER_TURN):
+            if not socket.EVENTS & zmq.POLLIN:
+                return
+            header = decode_reply(socket.recv(zmq.NOBLOCK))
+            payload = memoryview(b"")
+            if socket.RCVMORE:
+                payload = memoryview(socket.recv(zmq.NOBLOCK, copy=False).buffer)
+            self._receive(header, payload)
+        asyncio.get_running_loop().call_soon(self._read_replies)
+
+    def _receive(self, header: ReplyHeader, payload: memoryview) -> None:
+        if self._address is None or header.incarnation != self._address.incarnation:
+            return
+        self._connected = True  # the first message is the welcome
+        self._welcomed.set()
+        self._last_answer_at = now = time.monotonic()
+        self._received_bytes += payload.nbytes
+        reply_ms = (now - header.sent_at) * 1000
+        for part in header.parts:
+            pending = self._pending.get(part.id)
+            if pending is not None:
+                self._fill(pending, part, header, payload, reply_ms)
+        for refusal in header.refusals:
+            pending = self._pending.get(refusal.id)
+            if pending is not None:
+                self._finish(
+                    pending,
+                    Overloaded(refusal.message, retry_after_s=1.0) if refusal.overloaded else ServerError(refusal.message),
+                )
+        if self._received_bytes - self._acknowledged_bytes > self._max_reply_bytes // 4:
+            self._schedule_flush()
+
+    def _fill(
+        self, pending: _Pending, part: ReplyPart, header: ReplyHeader, payload: memoryview, reply_ms: float
+    ) -> None:
+        request = pending.request
+        stride = row_bytes(request.dims, request.dtype)
+        vectors = payload[part.offset : part.offset + part.rows * stride]
+        scales = payload[part.scale_offset : part.scale_offset + part.rows * 4] if part.scale_offset >= 0 else payload[:0]
+        pending.nonfinite_rows += part.nonfinite_rows
+        pending.forward_ms += header.forward_ms
+        pending.pack_ms += header.pack_ms
+        pending.rows_missing -= part.rows
+        self._speed.answered(int(request.lengths[part.first_row : part.first_row + part.rows].sum()))
+        if part.rows < request.rows:
+            vectors, scales = _gather(pending, part, stride, vectors, scales)
+        if pending.rows_missing == 0:
+            queue_ms = max(0.0, part.queue_ms - (pending.forward_ms - header.forward_ms))
+            self._finish(
+                pending,
+                EngineReply(
+                    vectors,
+                    scales,
+                    pending.nonfinite_rows,
+                    queue_ms,
+                    pending.forward_ms,
+                    pending.pack_ms,
+                    reply_ms,
+                ),
+            )
+
+
+class _Speed:
+    """Tokens answered per second, over the last second or so in which any were."""
+
+    def __init__(self) -> None:
+        self.tokens_per_s = 10_000.0  # until the first second is measured
+        self._since = time.monotonic()
+        self._tokens = 0
+
+    def answered(self, tokens: int) -> None:
+        now = time.monotonic()
+        self._tokens += tokens
+        if now - self._since >= 1.0:
+            self.tokens_per_s = max(1.0, self._tokens / (now - self._since))
+            self._since, self._tokens = now, 0
+
+
+def _item(pending: _Pending) -> RequestItem:
+    request = pending.request
+    return RequestItem(
+        pending.id,
+        request.lane,
+        request.rows,
+        len(request.token_ids),
+        request.dims,
+        int(request.dtype),
+        request.normalize,
+        pending.sent_at,
+    )
+
+
+def _gather(
+    pending: _Pending, part: ReplyPart, stride: int, vectors: memoryview, scales: memoryview
+) -> tuple[memoryview, memoryview]:
+    """Rows of a request that spans batches, copied to their place; the whole so far."""
+    if pending.vectors is None or pending.scales is None:
+        pending.vectors = bytearray(pending.request.rows * stride)
+        pending.scales = bytearray(pending.request.rows * 4 if len(scales) else 0)
+    pending.vectors[part.first_row * stride : (part.first_row + part.rows) * stride] = vectors
+    if len(scales):
+        pending.scales[part.first_row * 4 : (part.first_row + part.rows) * 4] = scales
+    return memoryview(pending.vectors), memoryview(pending.scales)

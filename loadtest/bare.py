@@ -1,0 +1,147 @@
+"""The bare forward pass, in a process of its own: what the model alone does with texts already tokenized.
+Knows the model and nothing of the server; the side that asks does not import torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from loadtest.load import LoadError
+from loadtest.samples import percentile
+from loadtest.workloads import short_texts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from embedserve.model.runner import Runner
+
+BATCHES = 64  # of each size, made beforehand; then they repeat
+
+
+@dataclass(frozen=True)
+class Question:
+    rows: int  # texts in each batch
+    duration_s: float
+
+
+@dataclass(frozen=True)
+class BareSpeed:
+    texts_per_s: float
+    p50_ms: float  # of one batch
+    p99_ms: float
+
+
+@contextmanager
+def bare_forward(model: str | None, dtype: str, threads: int) -> Iterator[Callable[[Question], BareSpeed]]:
+    """A child with the model loaded, from before the body until after it; it waits, idle, between questions."""
+    command = [sys.executable, "-m", "loadtest.bare", "--dtype", dtype, "--threads", str(threads)]
+    if model is not None:
+        command += ["--model", model]
+    child = subprocess.Popen(
+        command,
+        env=engine_environment(threads),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert child.stdin is not None
+    assert child.stdout is not None
+    child_in, child_out = child.stdin, child.stdout
+
+    def ask(question: Question) -> BareSpeed:
+        child_in.write(json.dumps(asdict(question)) + "\n")
+        child_in.flush()
+        answer = child_out.readline()
+        if not answer:
+            raise LoadError(f"The bare forward's process ended with status {child.wait()}; see above.")
+        return BareSpeed(**json.loads(answer))
+
+    try:
+        yield ask
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def engine_environment(threads: int) -> dict[str, str]:
+    """What embedserve's supervisor starts its engine with: the same pools of threads, waiting in the same way."""
+    return os.environ | {
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Answer each Question on stdin, a JSON line, with a BareSpeed on stdout, until stdin ends."""
+    options = parse_arguments(arguments)
+    from embedserve.model.runner import load_runner
+
+    runner = load_runner(options.model, dtype=options.dtype, threads=options.threads)
+    for line in sys.stdin:
+        question = Question(**json.loads(line))
+        print(json.dumps(asdict(measure(runner, question))), flush=True)
+    return 0
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m loadtest.bare", description=main.__doc__)
+    parser.add_argument("--model", help="a local folder or a hub id; without it, the bundled model")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--threads", type=int, help="of each torch operation")
+    return parser.parse_args(arguments)
+
+
+def measure(runner: Runner, question: Question) -> BareSpeed:
+    """Float32 rows, normalised, as the server's default reply; a tenth of the time, before, is not counted."""
+    from embedserve_kernels.output_layout import OutputDtype, lay_out
+
+    batches = tokenized_batches(runner, question.rows)
+    layout = lay_out([question.rows], [runner.card.dims], [OutputDtype.FLOAT32], [True])
+    out = np.empty(layout.total_bytes, np.uint8)
+    times_s: list[float] = []
+    warm_s = time.monotonic() + question.duration_s / 10
+    end_s = warm_s + question.duration_s
+    started_s, index = time.monotonic(), 0
+    while started_s < end_s or not times_s:
+        token_ids, lengths = batches[index % BATCHES]
+        runner.launch(token_ids, lengths, layout.table, out).wait()
+        done_s = time.monotonic()
+        if started_s >= warm_s:
+            times_s.append(done_s - started_s)
+        started_s, index = done_s, index + 1
+    times_ms = np.array(times_s) * 1e3
+    texts_per_s = question.rows * len(times_s) / sum(times_s)
+    return BareSpeed(texts_per_s, percentile(times_ms, 50), percentile(times_ms, 99))
+
+
+def tokenized_batches(runner: Runner, rows: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """BATCHES of (token_ids [total] int32, lengths [rows] int32): the texts of the `short` workload."""
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer.from_file(runner.card.tokenizer_file)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    texts = short_texts(BATCHES * rows, np.random.default_rng(0))
+    ids = [encoding.ids for encoding in tokenizer.encode_batch_fast(texts)]
+    return [pack(ids[start : start + rows]) for start in range(0, len(ids), rows)]
+
+
+def pack(ids: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    token_ids = np.concatenate([np.array(row, np.int32) for row in ids])
+    return token_ids, np.array([len(row) for row in ids], np.int32)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""Small checkpoints and texts that tests make or read; the tensors are random, the files are as real ones.
+
+Knows transformers and sentence-transformers, which write them; nothing of the server.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import torch
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
+from tokenizers import Tokenizer
+from tokenizers.models import WordPiece
+from tokenizers.normalizers import BertNormalizer
+from tokenizers.pre_tokenizers import BertPreTokenizer
+from tokenizers.processors import TemplateProcessing
+from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+SENTENCES_FILE = Path(__file__).parent / "data" / "sentences.txt"
+_SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+
+
+def sentences() -> list[str]:
+    """At least 200 English sentences of 1 to some 20 words."""
+    lines = SENTENCES_FILE.read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if not line.startswith("#")]
+
+
+def long_texts() -> list[str]:
+    """Sentences joined 2, 3, 4, ... at a time: texts of about 20 to 330 tokens."""
+    following = itertools.cycle(sentences())
+    return [" ".join(itertools.islice(following, count)) for count in range(2, 26)]
+
+
+def save_tiny_bert(path: Path, *, pooling: str = "cls", normalize: bool = True, seed: int = 0) -> Path:
+    """A random BERT of two layers, saved by sentence-transformers; its vocabulary is the sentences' words.
+
+    hidden 48 in 4 heads, so that a head is 12 wide; the tanh GELU; at most 64 tokens.
+    """
+    tokenizer = _word_tokenizer(sentences())
+    bert_folder = path / "made-of"
+    torch.manual_seed(seed)
+    bert = BertModel(
+        BertConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=100,
+            max_position_embeddings=64,
+            hidden_act="gelu_new",
+            initializer_range=0.2,
+        )
+    )
+    bert.save_pretrained(bert_folder)
+    tokenizer.save_pretrained(bert_folder)
+    modules = [Transformer(str(bert_folder), max_seq_length=64), Pooling(48, pooling_mode=pooling)]
+    saved = path / "tiny-bert"
+    SentenceTransformer(modules=[*modules, *([Normalize()] if normalize else [])], device="cpu").save(str(saved))
+    return saved
+
+
+def edit_json(file: Path, **changes: object) -> None:
+    """Set keys of a JSON object in a file; a value of `...` removes its key."""
+    content = json.loads(file.read_text())
+    content.update(changes)
+    file.write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
+
+
+def _word_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    normalizer, words = BertNormalizer(), BertPreTokenizer()
+    found = {word for text in texts for word, _ in words.pre_tokenize_str(normalizer.normalize_str(text))}
+    vocabulary = {token: i for i, token in enumerate([*_SPECIAL, *sorted(found)])}
+    tokenizer = Tokenizer(WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, words
+    tokenizer.post_processor = TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
+    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
