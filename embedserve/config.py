@@ -1,6 +1,6 @@
 """Every setting once: its name, default, unit, help and check. A Config is frozen and crosses processes as JSON.
 
-Knows neither argv nor the environment (cli.py reads those) and nothing of the model (limits set to auto are resolved later).
+Knows neither argv nor the environment (cli.py reads those), and nothing of the model.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Config:
     max_body_mb: float = setting(32, "size of one request, in MB (10^6 bytes)", least=0.001)
     request_timeout_s: float = setting(60.0, "a request not answered by then fails", least=0.001)
     drain_s: float = setting(30.0, "on SIGTERM, time for what is in flight to finish", least=0)
-    stuck_after_s: float = setting(30.0, "/ready turns red when work waits and nothing was answered for so long", least=1)
-    auto_truncate: bool = setting(False, "cut inputs that are too long (and say so in the reply) instead of refusing them")
+    stuck_after_s: float = setting(30.0, "/ready is red when work waited so long unanswered", least=1)
+    auto_truncate: bool = setting(False, "cut inputs that are too long, and say so in the reply")
     token_ids: str = setting(
         "refuse",
         "what token ids on HTTP are: refuse them, or take them as the model's own",

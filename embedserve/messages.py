@@ -39,7 +39,7 @@ class RequestItem(msgspec.Struct, array_like=True, frozen=True):
 
 
 class RequestHeader(msgspec.Struct, array_like=True, frozen=True):
-    """A flush: new requests, ids to cancel, and how many payload bytes this frontend has received so far (its credit)."""
+    """A flush: new requests, ids to cancel, and how many payload bytes this frontend has received so far."""
 
     frontend: str
     incarnation: int

@@ -16,7 +16,10 @@ INPUTS_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 
 REQUESTS = Counter("embedserve_requests", "Requests answered, by protocol and status code.", ["protocol", "code"])
 REQUEST_SECONDS = Histogram(
-    "embedserve_request_seconds", "From a request's arrival to its answer.", ["protocol", "lane"], buckets=SECONDS_BUCKETS
+    "embedserve_request_seconds",
+    "From a request's arrival to its answer.",
+    ["protocol", "lane"],
+    buckets=SECONDS_BUCKETS,
 )
 INPUTS = Counter("embedserve_inputs", "Inputs embedded.")
 TOKENS = Counter("embedserve_tokens", "Tokens embedded, special tokens and prompts included.")
@@ -61,10 +64,10 @@ def scrape() -> bytes:
     if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
         return generate_latest()
     registry = CollectorRegistry()
-    MultiProcessCollector(registry)
+    MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
     return generate_latest(registry)
 
 
 def forget_process(pid: int) -> None:
     """A dead process's gauges go; its counters stay, for totals never fall."""
-    mark_process_dead(pid)
+    mark_process_dead(pid)  # type: ignore[no-untyped-call]

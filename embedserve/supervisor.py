@@ -67,7 +67,8 @@ def reserve_port(host: str, port: int) -> socket.socket:
     """Hold a port that nobody else listens on, in a way that lets our frontends bind it too. Raises StartError.
 
     Bound without SO_REUSEPORT, so that a port in use is an error; afterwards it is switched on, for the frontends.
-    SO_REUSEADDR lets past connections linger; afterwards it is off, so that no other server takes the port while we load.
+    SO_REUSEADDR tolerates connections of a past server; afterwards it is off, so that no other takes the port
+    while we load.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
@@ -116,7 +117,7 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stopping.set)
-        slots = [asyncio.ensure_future(self._keep(child)) for child in (self._engine, *self._frontends)]
+        slots = [asyncio.create_task(self._keep(child)) for child in (self._engine, *self._frontends)]
         await self._stopping.wait()
         await self._stop(slots)
         if self._failure is not None:
@@ -219,7 +220,7 @@ class Supervisor:
         if child.writer is not None and not child.writer.is_closing():
             child.writer.write(encode_control(message))
 
-    async def _stop(self, slots: list[asyncio.Future[None]]) -> None:
+    async def _stop(self, slots: list[asyncio.Task[None]]) -> None:
         """Frontends finish what is in flight, then the engine goes; whoever takes longer than --drain-s is killed."""
         for frontend in self._frontends:
             self._tell(frontend, Drain())

@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         systems[f"sentence-transformers {dtype}"] = sentence_transformers_batches(folder, dtype)
     texts = random_texts(runner.card.tokenizer_file)
     print(
-        f"{runner.card.name}, texts of {SHORTEST_WORDS} to {LONGEST_WORDS} words, {mean_tokens(texts):.1f} tokens each, "
+        f"{runner.card.name}, texts of {SHORTEST_WORDS}-{LONGEST_WORDS} words, {mean_tokens(texts):.1f} tokens each, "
         f"{options.rounds} rounds, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     )
     print(f"{'threads':>7} {'batch':>5}  {'system':<31} {'texts/s':>8} {'tokens/s':>9} {'batch ms':>9} {'ratio':>6}")

@@ -27,7 +27,7 @@ SHOWN_LOG_LINES = 20
 
 # In the line that the server prints when it is ready: http://127.0.0.1:8080 and grpc://127.0.0.1:50051, in any words.
 HTTP_ADDRESS = re.compile(r"http://[\w.\[\]:-]+:\d+")
-GRPC_ADDRESS = re.compile(r"grpc\W+(?:at |on )?([\w.\[\]:-]+:\d+)", re.IGNORECASE)
+GRPC_ADDRESS = re.compile(r"grpc(?:://|:? +(?:at |on )?)([\w.\[\]:-]+:\d+)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)

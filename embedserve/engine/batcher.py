@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
-from embedserve_kernels.output_layout import OutputDtype
 
 from embedserve.messages import Lane
+from embedserve_kernels.output_layout import OutputDtype
 
 BULK_SHARE = 0.2  # of the tokens, while bulk work waits
 QUERY_MAX_INPUTS = 8
@@ -95,7 +95,7 @@ class Batch:
 class Batcher:
     """Two lanes. Queries go first; while bulk waits it gets its share of the tokens; oldest first within a lane.
 
-    A request larger than the budget is taken in row ranges over several batches; an input larger than the budget goes alone.
+    A request larger than the budget is taken in row ranges over several batches; an input larger than it goes alone.
     """
 
     def __init__(self, *, bulk_share: float = BULK_SHARE) -> None:
@@ -177,7 +177,7 @@ class Batcher:
 class WaitingRoom:
     """The one structure between IpcLoop, which adds and cancels, and EngineLoop, which takes.
 
-    Under the lock only references move. `observe` is called under it after every change, so that gauges are never stale.
+    Under the lock only references move. `observe` is called under it after every change: gauges are never stale.
     """
 
     def __init__(self, max_tokens: int, *, observe: Callable[[Batcher], None] = lambda batcher: None) -> None:

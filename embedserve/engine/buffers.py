@@ -43,7 +43,7 @@ class BufferPool:
         if storage is None:
             self._outside()
             return np.empty(nbytes, np.uint8)
-        # Views of an array over foreign memory keep that array alive (not the memory alone), so its end is the lease's end.
+        # Views of an array over foreign memory keep that array alive, so its end is the lease's end.
         buffer = np.frombuffer(storage, np.uint8, nbytes)
         weakref.finalize(buffer, self._give_back, storage).atexit = False
         return buffer

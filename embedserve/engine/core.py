@@ -1,4 +1,4 @@
-"""The engine process: builds the three loops, starts them, says READY; its main thread then waits for control and death.
+"""The engine process: builds the three loops, says READY; its main thread then waits for control and death.
 
 `python -m embedserve.engine.core SPEC`, started by the supervisor. Knows nothing of HTTP or gRPC.
 """
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import setproctitle
-from embedserve_kernels.output_layout import OutputDtype, lay_out, row_bytes
 
 from embedserve import metrics
 from embedserve.config import available_cores
@@ -30,6 +29,7 @@ from embedserve.errors import StartError
 from embedserve.logs import stop_logging
 from embedserve.messages import EngineAddress, Failed, FrontendLost, Lane, Ready
 from embedserve.process import ChildSpec, ControlChannel, NamedThread, enter_child, wait_readable
+from embedserve_kernels.output_layout import OutputDtype, lay_out, row_bytes
 
 if TYPE_CHECKING:
     from embedserve.model.runner import Runner
@@ -99,15 +99,13 @@ class Engine:
             credit=self._credit,
             stop_fd=self._never_fd,
         )
-        output_loop = OutputLoop(
-            address.replies, incarnation=spec.number, outbox=self._outbox, credit=self._credit
-        )
+        output_loop = OutputLoop(address.replies, incarnation=spec.number, outbox=self._outbox, credit=self._credit)
         self._start("IpcLoop", ipc_loop.run)
         self._start("OutputLoop", output_loop.run)
         self._control.send(Ready(address))
 
     def _load(self) -> tuple[Runner, BufferPool]:
-        """On EngineLoop: load, run one forward, make the ring. libgomp's workers take their name from the thread here."""
+        """On EngineLoop: load, run one forward, make the ring. libgomp's workers inherit this thread's name."""
         from embedserve.model.runner import load_runner  # torch: only in this process, and only on this thread
 
         config = self._spec.config
@@ -122,10 +120,11 @@ class Engine:
         )
         _warm_up(runner)
         setproctitle.setthreadtitle("EngineLoop")
-        log.info("%s loaded in %.1f s: %s on %s", runner.card.name, time.monotonic() - started, runner.card.dtype, runner.card.device)
+        card = runner.card
+        log.info("%s loaded in %.1f s: %s on %s", card.name, time.monotonic() - started, card.dtype, card.device)
         self._runner = runner
         rows = max(1, self._max_batch_tokens // 2)  # an input has at least its special tokens
-        buffer_bytes = min(rows * (row_bytes(runner.card.dims, OutputDtype.FLOAT32) + 1), MAX_RING_BUFFER_BYTES)
+        buffer_bytes = min(rows * (row_bytes(card.dims, OutputDtype.FLOAT32) + 1), MAX_RING_BUFFER_BYTES)
         buffers = BufferPool(1 + SPARE_BUFFERS, buffer_bytes, outside=metrics.OUTPUT_BUFFERS_OUTSIDE_RING.inc)
         os.eventfd_write(self._events_fd, 1)
         return runner, buffers

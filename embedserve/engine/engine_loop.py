@@ -10,12 +10,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
-from embedserve_kernels.output_layout import OutputDtype, lay_out
 
 from embedserve import metrics
 from embedserve.engine.batcher import Batch, WaitingRoom
 from embedserve.engine.buffers import BufferPool
 from embedserve.engine.outbox import FinishedBatch, Outbox
+from embedserve_kernels.output_layout import OutputDtype, lay_out
 
 if TYPE_CHECKING:
     from embedserve.model.runner import Runner
@@ -51,7 +51,7 @@ class EngineLoop:
             pass
 
     def _step(self) -> bool:
-        """One batch. A call of its own, so that no name here keeps a buffer's lease while the next batch is waited for."""
+        """One batch, in a call of its own: no name may keep a buffer's lease while the next batch is waited for."""
         batch = self._waiting_room.take(self.budget())  # blocks until work waits; None when closed
         if batch is None:
             return False

@@ -11,13 +11,13 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 import zmq
-from embedserve_kernels.output_layout import OutputDtype
 
 from embedserve import metrics
 from embedserve.engine.batcher import Request, WaitingRoom
 from embedserve.engine.credit import ReplyCredit
 from embedserve.engine.outbox import Outbox, Refused
 from embedserve.messages import MalformedMessage, RequestHeader, decode_requests
+from embedserve_kernels.output_layout import OutputDtype
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,8 @@ class IpcLoop:
         self._stop_fd = stop_fd
 
     def run(self) -> None:
-        with zmq.Context.instance().socket(zmq.ROUTER) as socket:
+        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        with socket:
             socket.setsockopt(zmq.RCVHWM, 0)
             socket.bind(self._address)
             poller = zmq.Poller()

@@ -1,6 +1,6 @@
 """The outbox: finished batches and refusals on their way to OutputLoop, bounded by the batches in flight.
 
-Knows neither tensors nor sockets; its wake-up is a file descriptor, so that OutputLoop can wait on it beside its socket.
+Knows neither tensors nor sockets; its wake-up is a file descriptor, for OutputLoop waits on its socket too.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from embedserve_kernels.output_layout import OutputLayout
 
 from embedserve.engine.batcher import Batch, Request
+from embedserve_kernels.output_layout import OutputLayout
 
 
 class Launched(Protocol):

@@ -30,7 +30,8 @@ class OutputLoop:
         self._credit = credit
 
     def run(self) -> None:
-        with zmq.Context.instance().socket(zmq.ROUTER) as self._socket:
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        with self._socket:
             self._socket.setsockopt(zmq.SNDHWM, 0)  # it counts messages; the bound is credit in bytes
             self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # without it, replies to a lost frontend vanish unseen
             self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
@@ -51,7 +52,7 @@ class OutputLoop:
                 busy.inc(time.monotonic() - woken)
 
     def _welcome_frontends(self) -> None:
-        """A frontend greets on its reply socket and sends work only once it is answered: from then on it is routable."""
+        """A frontend greets on its reply socket and sends no work before it is answered: it is routable by then."""
         while True:
             try:
                 frontend, *_ = self._socket.recv_multipart(zmq.NOBLOCK)

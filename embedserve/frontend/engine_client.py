@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import zmq
-from embedserve_kernels.output_layout import OutputDtype, row_bytes
 
 from embedserve import metrics
 from embedserve.engine.credit import REPLY_CREDIT_BYTES
-from embedserve.errors import EngineUnavailable, Overloaded, RequestTooLarge, ServerError
+from embedserve.errors import EmbedserveError, EngineUnavailable, Overloaded, RequestTooLarge, ServerError
 from embedserve.messages import (
     EngineAddress,
     Lane,
+    Refusal,
     ReplyHeader,
     ReplyPart,
     RequestHeader,
@@ -27,6 +27,7 @@ from embedserve.messages import (
     decode_reply,
     encode_requests,
 )
+from embedserve_kernels.output_layout import OutputDtype, row_bytes
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ class _Pending:
 
 
 class EngineClient:
-    """One per frontend. `max_tokens` and `max_reply_bytes` bound what is in flight; beyond them `embed` refuses at once."""
+    """One per frontend. Beyond `max_tokens` or `max_reply_bytes` in flight, `embed` refuses at once."""
 
     def __init__(self, name: str, *, max_tokens: int, max_reply_bytes: int = REPLY_CREDIT_BYTES // 2) -> None:
         self._name = name
@@ -206,7 +207,7 @@ class EngineClient:
             pending.future.set_exception(outcome)
 
     def _socket(self, address: str) -> zmq.Socket[bytes]:
-        socket = zmq.Context.instance().socket(zmq.DEALER)
+        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         socket.setsockopt(zmq.IDENTITY, self._name.encode())
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
@@ -247,7 +248,8 @@ class EngineClient:
         if socket is None:
             return
         for _ in range(REPLIES_PER_TURN):
-            if not socket.EVENTS & zmq.POLLIN:
+            events: int = socket.getsockopt(zmq.EVENTS)  # type: ignore[assignment]  # bytes or int, by option
+            if not events & zmq.POLLIN:
                 return
             header = decode_reply(socket.recv(zmq.NOBLOCK))
             payload = memoryview(b"")
@@ -271,10 +273,7 @@ class EngineClient:
         for refusal in header.refusals:
             pending = self._pending.get(refusal.id)
             if pending is not None:
-                self._finish(
-                    pending,
-                    Overloaded(refusal.message, retry_after_s=1.0) if refusal.overloaded else ServerError(refusal.message),
-                )
+                self._finish(pending, _refusal_error(refusal))
         if self._received_bytes - self._acknowledged_bytes > self._max_reply_bytes // 4:
             self._schedule_flush()
 
@@ -284,7 +283,9 @@ class EngineClient:
         request = pending.request
         stride = row_bytes(request.dims, request.dtype)
         vectors = payload[part.offset : part.offset + part.rows * stride]
-        scales = payload[part.scale_offset : part.scale_offset + part.rows * 4] if part.scale_offset >= 0 else payload[:0]
+        scales = payload[:0]
+        if part.scale_offset >= 0:
+            scales = payload[part.scale_offset : part.scale_offset + part.rows * 4]
         pending.nonfinite_rows += part.nonfinite_rows
         pending.forward_ms += header.forward_ms
         pending.pack_ms += header.pack_ms
@@ -306,6 +307,10 @@ class EngineClient:
                     reply_ms,
                 ),
             )
+
+
+def _refusal_error(refusal: Refusal) -> EmbedserveError:
+    return Overloaded(refusal.message, retry_after_s=1.0) if refusal.overloaded else ServerError(refusal.message)
 
 
 class _Speed:

@@ -6,7 +6,7 @@ Handlers take raw bytes and parse inside: the generated servicer would answer UN
 from __future__ import annotations
 
 import time
-from typing import NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -29,7 +29,8 @@ LANES = {0: None, 1: Lane.QUERY, 2: Lane.BULK}
 ON_ERRORS = {0: False, 1: False, 2: True}
 OUTPUT_DTYPES = {0: OutputDtype.FLOAT32, **{int(dtype): dtype for dtype in OutputDtype}}
 
-Context = grpc.aio.ServicerContext
+if TYPE_CHECKING:
+    Context = grpc.aio.ServicerContext[bytes, bytes]
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
 
@@ -48,12 +49,12 @@ class GrpcServer:
             ]
         )
         self._health = health.aio.HealthServicer()
-        handlers = {"Embed": grpc.unary_unary_rpc_method_handler(_Handlers(service).embed)}
+        handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
+            "Embed": grpc.unary_unary_rpc_method_handler(_Handlers(service).embed)
+        }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection(
-            (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
-        )
+        reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
 
     async def start(self, host: str, port: int) -> None:
         bound = self._server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")

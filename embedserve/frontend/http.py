@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import msgspec
 import orjson
-from embedserve_kernels.output_layout import OutputDtype
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -35,6 +34,7 @@ from embedserve.errors import (
 )
 from embedserve.frontend.service import EmbedCall, EmbedResult, Service
 from embedserve.messages import Lane
+from embedserve_kernels.output_layout import OutputDtype
 
 UTF8_BOM = b"\xef\xbb\xbf"
 MAX_DISCARDED_BYTES = 256_000_000  # of a body that is too large, so that its sender gets to read the answer
@@ -156,7 +156,9 @@ def decode_request(body: bytes) -> EmbeddingsRequest:
     except msgspec.ValidationError as error:
         raise _wrong_field(str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidInput(f"the body is not valid JSON in UTF-8: {_syntax_error(body, error)}.", code="invalid_json") from error
+        raise InvalidInput(
+            f"the body is not valid JSON in UTF-8: {_syntax_error(body, error)}.", code="invalid_json"
+        ) from error
 
 
 def embed_call(request: EmbeddingsRequest, service: Service) -> EmbedCall:
@@ -165,7 +167,7 @@ def embed_call(request: EmbeddingsRequest, service: Service) -> EmbedCall:
     if token_ids is not None and request.token_encoding is None and service.config.token_ids == "refuse":
         raise TokenIdsRefused(
             "input has token ids, and this server does not know of which tokenizer. Send texts: in LangChain's "
-            'OpenAIEmbeddings set check_embedding_ctx_length=False. If they are this model\'s own ids, send '
+            "OpenAIEmbeddings set check_embedding_ctx_length=False. If they are this model's own ids, send "
             '"token_encoding": "model", or start the server with --token-ids model.',
             param="input",
         )
@@ -193,11 +195,9 @@ def embeddings_body(request: EmbeddingsRequest, result: EmbedResult, service: Se
     else:
         vectors = list(rows)
     tokens = int(result.token_counts.sum())
-    body = {
+    body: dict[str, Any] = {
         "object": "list",
-        "data": [
-            {"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(vectors)
-        ],
+        "data": [{"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(vectors)],
         "model": request.model or service.served_names[0],
         "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
         "space_id": service.card.space_id,
@@ -213,7 +213,7 @@ def error_body(error: EmbedserveError) -> dict[str, Any]:
 
 
 def _inputs(value: str | list[Any]) -> tuple[list[str] | None, list[list[int]] | None]:
-    """Texts or token ids of OpenAI's four forms: text, texts, ids, lists of ids. Raises InvalidInput at the first odd one."""
+    """Texts or token ids of OpenAI's four forms: text, texts, ids, lists of ids. Raises InvalidInput."""
     if isinstance(value, str):
         return [value], None
     kinds = set(map(type, value))
@@ -303,7 +303,8 @@ def _chunk(message: Message, size: int, limit: int) -> bytes:
 
 def _too_large(size: int, limit: int) -> BodyTooLarge:
     return BodyTooLarge(
-        f"the body has {size} bytes or more; this server takes {limit}. Send fewer inputs a request, or raise --max-body-mb."
+        f"the body has {size} bytes or more; this server takes {limit}. "
+        "Send fewer inputs a request, or raise --max-body-mb."
     )
 
 

@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 
 import uvicorn
 import uvloop
@@ -99,8 +99,8 @@ class Frontend:
         await asyncio.gather(self._http.finished.wait(), self._grpc.stop(self._spec.config.drain_s))
         self._drained.set()
 
-    def _spawn(self, coroutine: object) -> None:
-        task: asyncio.Task[None] = asyncio.ensure_future(coroutine)  # type: ignore[arg-type]
+    def _spawn(self, coroutine: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
 

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
-from embedserve_kernels.output_layout import NUMPY_DTYPES, OutputDtype, row_bytes, row_width
 
 from embedserve import metrics
 from embedserve.config import Config
@@ -33,6 +32,7 @@ from embedserve.frontend.engine_client import EngineClient, EngineReply, EngineR
 from embedserve.frontend.tokenizer import Encoded, Tokenizer
 from embedserve.messages import Lane
 from embedserve.model.card import ModelCard
+from embedserve_kernels.output_layout import NUMPY_DTYPES, OutputDtype, row_bytes, row_width
 
 # Names under which folders keep the prompt of each input type; sentence-transformers looks for the same.
 PROMPT_NAMES = {"query": ("query",), "document": ("document", "passage", "corpus")}
@@ -237,7 +237,9 @@ class Service:
             encoded = await self._tokenizer.encode([prompt + text for text in call.texts] if prompt else call.texts)
         else:
             if prompt:
-                raise InvalidInput("prompts apply to texts; send token ids with their prompt already in.", param=call.field)
+                raise InvalidInput(
+                    "prompts apply to texts; send token ids with their prompt already in.", param=call.field
+                )
             encoded = self._take_token_ids(call, errors)
         prepared = _Prepared(encoded, None, encoded.lengths, errors=errors)
         limit = self.max_input_tokens
@@ -300,7 +302,8 @@ class Service:
                 raise InvalidInput("send prompt_name or input_type, not both.", param="prompt_name")
             if call.prompt_name not in prompts:
                 raise InvalidInput(
-                    f"prompt_name is {call.prompt_name!r}; this model has {', '.join(map(repr, prompts)) or 'no prompts'}.",
+                    f"prompt_name is {call.prompt_name!r}; "
+                    f"this model has {', '.join(map(repr, prompts)) or 'no prompts'}.",
                     param="prompt_name",
                 )
             return prompts[call.prompt_name]
@@ -309,7 +312,7 @@ class Service:
         return prompts.get(self.card.default_prompt_name or "", "")
 
     def _instruction_prompt(self, instruction: str) -> str:
-        """The folder's query prompt with the caller's instruction in it: `Instruct: …\\nQuery:` (Qwen3-Embedding's card)."""
+        """The folder's query prompt with the caller's instruction: `Instruct: …\\nQuery:` (Qwen3-Embedding's card)."""
         query_prompt = self.card.prompts.get("query", "")
         head, separator, tail = query_prompt.partition("\n")
         if not head.startswith("Instruct:") or not separator:
@@ -375,4 +378,3 @@ def _observe(result: EmbedResult) -> None:
     metrics.TOKENS.inc(int(result.token_counts.sum()))
     if result.truncated:
         metrics.TRUNCATED.inc(len(result.truncated))
-

@@ -73,7 +73,7 @@ class Tokenizer:
         return ids
 
     def _special_tokens(self) -> tuple[list[int], list[int]]:
-        """What the post-processor puts before and after a text, read off one: every token of the text itself is none."""
+        """What the post-processor puts before and after a text, read off one."""
         encoding = self._tokenizer.encode_batch_fast(["a"])[0]
         ids, special = encoding.ids, encoding.special_tokens_mask
         if 0 not in special:
@@ -83,7 +83,7 @@ class Tokenizer:
         return ids[:first], ids[last:]
 
     def _start_turn(self) -> None:
-        """Encode all that wait: on the loop when that is quick, else on the worker; what comes meanwhile waits for the next turn."""
+        """Encode all that wait: on the loop when that is quick, else on the worker; later ones wait a turn."""
         turn, self._waiting = self._waiting, []
         texts = [text for texts, _ in turn for text in texts]
         if sum(map(len, texts)) <= INLINE_CHARS:
