@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 import setproctitle
@@ -39,7 +39,9 @@ class ChildSpec(msgspec.Struct, frozen=True):
     grpc_port: int
 
 
-def spawn(module: str, spec: ChildSpec, env: dict[str, str]) -> tuple[subprocess.Popen[bytes], socket.socket]:
+def spawn(
+    module: str, spec: ChildSpec, env: dict[str, str], *, stderr: IO[str] | None = None
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """Start `python -m module` as a child; returns it and our end of its control channel.
 
     Must be called on the main thread: a child dies with the *thread* that started it.
@@ -49,7 +51,7 @@ def spawn(module: str, spec: ChildSpec, env: dict[str, str]) -> tuple[subprocess
     with theirs:
         spec = msgspec.structs.replace(spec, control_fd=theirs.fileno())
         command = [sys.executable, "-m", module, msgspec.json.encode(spec).decode()]
-        process = subprocess.Popen(command, env=env, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        process = subprocess.Popen(command, env=env, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stderr=stderr)
     return process, ours
 
 

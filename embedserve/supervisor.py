@@ -148,7 +148,7 @@ class Supervisor:
         if child is self._engine:
             child.number += 1
             child.name = f"engine.{child.number}"
-            env = self._engine_env()
+            env = engine_environment(self._config.threads or available_cores())
         else:
             self._generation += 1
             child.name = f"frontend.{child.number}.{self._generation}"
@@ -235,18 +235,18 @@ class Supervisor:
         for slot in slots:
             slot.cancel()
 
-    def _engine_env(self) -> dict[str, str]:
-        """Read by OpenMP when the process starts, so it must be in the environment before exec.
 
-        A passive wait: workers that spin between operations would take the cores that the frontends need.
-        """
-        threads = str(self._config.threads or available_cores())
-        return os.environ | {
-            "OMP_NUM_THREADS": threads,
-            "MKL_NUM_THREADS": threads,
-            "OMP_WAIT_POLICY": "PASSIVE",
-            "TOKENIZERS_PARALLELISM": "false",
-        }
+def engine_environment(threads: int) -> dict[str, str]:
+    """Read by OpenMP when a process starts, so it must be in the environment before exec.
+
+    A passive wait: workers that spin between operations would take the cores that the frontends need.
+    """
+    return os.environ | {
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
 
 
 def _frontend_env() -> dict[str, str]:

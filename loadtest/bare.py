@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from embedserve.supervisor import engine_environment
 from loadtest.load import LoadError
 from loadtest.samples import percentile
 from loadtest.workloads import short_texts
@@ -71,16 +71,6 @@ def bare_forward(model: str | None, dtype: str, threads: int) -> Iterator[Callab
     finally:
         child.kill()
         child.communicate()
-
-
-def engine_environment(threads: int) -> dict[str, str]:
-    """What embedserve's supervisor starts its engine with: the same pools of threads, waiting in the same way."""
-    return os.environ | {
-        "OMP_NUM_THREADS": str(threads),
-        "MKL_NUM_THREADS": str(threads),
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

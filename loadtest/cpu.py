@@ -1,5 +1,5 @@
 """CPU time of a tree of processes, by process and by thread name, from Linux's /proc.
-Knows process ids and text; nothing of what the processes do."""
+Knows process ids and text; nothing of what the processes do. The kernel counts in ticks, of 10 ms."""
 
 from __future__ import annotations
 

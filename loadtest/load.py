@@ -83,6 +83,8 @@ def check(load: Load) -> None:
         raise LoadError(f"warmup_s is {load.warmup_s}; it must be 0 or more.")
     if load.rate is not None and load.rate <= 0:
         raise LoadError(f"rate is {load.rate}; it must be above 0 requests a second.")
+    if load.texts_file is not None and not (load.texts_file.is_file() and load.texts_file.stat().st_size):
+        raise LoadError(f"{load.texts_file} is not a file with texts in it, one a line.")
     if load.connections < load.processes:
         raise LoadError(f"{load.processes} processes cannot share {load.connections} connections; each needs one.")
 

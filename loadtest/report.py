@@ -48,10 +48,11 @@ def lines(result: LoadResult) -> Iterator[str]:
     yield describe(load, result)
     yield ""
     yield f"  {result.requests_per_s:.1f} requests/s   {result.texts_per_s:.1f} texts/s"
-    yield (
-        f"  latency ms   p50 {result.p50_ms:.2f}   p90 {result.p90_ms:.2f}   p99 {result.p99_ms:.2f}   "
-        f"max {result.max_ms:.2f}"
-    )
+    if result.ok:
+        yield (
+            f"  latency ms   p50 {result.p50_ms:.2f}   p90 {result.p90_ms:.2f}   p99 {result.p99_ms:.2f}   "
+            f"max {result.max_ms:.2f}"
+        )
     yield f"  {result.requests} requests: {result.ok} ok, {result.requests - result.ok} failed"
     for code, count in result.errors.items():
         yield f"    {count} x {code}: {one_line(result.messages[code])}"

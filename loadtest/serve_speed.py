@@ -10,10 +10,11 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import signal
 import socket
 import sys
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -24,11 +25,11 @@ from loadtest.run import Load, LoadError, LoadResult, run_load
 from loadtest.server import Server, awake, embedserve_server, pause, resume
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 HTTP_CONNECTIONS = (1, 32, 128)
-GRPC_CONNECTIONS = 32
-BARE_BATCH = 32
+GRPC_CALLS = 32
+BARE_ROWS = (1, 32)  # of a batch: what is in flight with as many connections
 P50_FACTOR, P50_EXTRA_MS = 1.5, 1.0  # what serving may add to the latency of a single text
 
 
@@ -46,6 +47,7 @@ Round = dict[str, BareSpeed | LoadResult]
 def main(arguments: Sequence[str] | None = None) -> int:
     """0; 1 when a measurement could not be taken or requests failed."""
     options = parse_arguments(arguments)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that the servers are stopped
     try:
         rounds = measure(options)
     except (LoadError, peers.PeerError) as error:
@@ -88,12 +90,10 @@ def measure(options: argparse.Namespace) -> list[Round]:
     """Start everything once, then take all measurements, round after round; what is not measured sleeps."""
     with ExitStack() as stack:
         bare = stack.enter_context(bare_forward(options.model, options.dtype, options.threads))
-        server = stack.enter_context(embedserve_server(server_arguments(options)))
-        pause(server.pid)
-        measurements = [*bare_measurements(bare, options.duration_s), *server_measurements("", server, options)]
+        servers = {"": start_embedserve(stack, options)}
         if options.peer is not None:
-            peer = start_peer(stack, options)
-            measurements += server_measurements(f"{options.peer} ", peer, options)
+            servers[f"{options.peer} "] = start_peer(stack, options)
+        measurements = list(plan(bare, servers, options))
         rounds = []
         for number in range(options.rounds):
             print(f"round {number + 1} of {options.rounds}", file=sys.stderr)
@@ -101,9 +101,13 @@ def measure(options: argparse.Namespace) -> list[Round]:
         return rounds
 
 
-def server_arguments(options: argparse.Namespace) -> list[str]:
+def start_embedserve(stack: ExitStack, options: argparse.Namespace) -> Server:
     model = [] if options.model is None else [options.model]
-    return [*model, "--dtype", options.dtype, "--threads", str(options.threads)]
+    server = stack.enter_context(
+        embedserve_server([*model, "--dtype", options.dtype, "--threads", str(options.threads)])
+    )
+    pause(server.pid)
+    return server
 
 
 def start_peer(stack: ExitStack, options: argparse.Namespace) -> Server:
@@ -115,36 +119,35 @@ def start_peer(stack: ExitStack, options: argparse.Namespace) -> Server:
     return Server(running.base_url, "", running.pid)
 
 
-def bare_measurements(bare: Callable[[Question], BareSpeed], duration_s: float) -> list[Measurement]:
-    return [
-        Measurement(bare_name(rows), lambda rows=rows: bare(Question(rows, duration_s)))  # type: ignore[misc]
-        for rows in (1, BARE_BATCH)
-    ]
+def plan(
+    bare: Callable[[Question], BareSpeed], servers: Mapping[str, Server], options: argparse.Namespace
+) -> Iterator[Measurement]:
+    """One round, in order: what is compared follows each other. `servers` by what to write before their names."""
+    for connections in HTTP_CONNECTIONS:
+        if connections in BARE_ROWS:
+            yield bare_measurement(bare, connections, options.duration_s)
+        for prefix, server in servers.items():
+            load = Load(url=server.url, connections=connections, encoding=options.encoding)
+            yield load_measurement(prefix + http_name(connections), load, server, options)
+            if server.grpc and connections == GRPC_CALLS:
+                yield load_measurement(GRPC_NAME, Load(grpc=server.grpc, connections=GRPC_CALLS), server, options)
 
 
-def server_measurements(prefix: str, server: Server, options: argparse.Namespace) -> list[Measurement]:
-    def load(**target: Any) -> Callable[[], LoadResult]:
-        sent = Load(
-            duration_s=options.duration_s,
-            warmup_s=options.warmup_s,
-            encoding=options.encoding,
-            server_pid=server.pid,
-            **target,
-        )
+def bare_measurement(bare: Callable[[Question], BareSpeed], rows: int, duration_s: float) -> Measurement:
+    return Measurement(bare_name(rows), lambda: bare(Question(rows, duration_s)))
 
-        def take() -> LoadResult:
-            with awake(server.pid):
-                return run_load(sent)
 
-        return take
+def load_measurement(name: str, load: Load, server: Server, options: argparse.Namespace) -> Measurement:
+    timed = replace(load, duration_s=options.duration_s, warmup_s=options.warmup_s, server_pid=server.pid)
 
-    measurements = [
-        Measurement(f"{prefix}{http_name(connections)}", load(url=server.url, connections=connections))
-        for connections in HTTP_CONNECTIONS
-    ]
-    if server.grpc:
-        measurements.append(Measurement(GRPC_NAME, load(grpc=server.grpc, connections=GRPC_CONNECTIONS)))
-    return measurements
+    def take() -> LoadResult:
+        with awake(server.pid):
+            result = run_load(timed)
+        if result.ok == 0:
+            raise LoadError(f"{name}: no request succeeded: {result.errors} {result.messages}")
+        return result
+
+    return Measurement(name, take)
 
 
 def bare_name(rows: int) -> str:
@@ -155,7 +158,7 @@ def http_name(connections: int) -> str:
     return f"HTTP, {connections} connection{'s' if connections > 1 else ''}"
 
 
-GRPC_NAME = f"gRPC, {GRPC_CONNECTIONS} calls in flight"
+GRPC_NAME = f"gRPC, {GRPC_CALLS} calls in flight"
 
 
 def as_text(rounds: Sequence[Round], peer: str | None) -> str:
@@ -164,7 +167,7 @@ def as_text(rounds: Sequence[Round], peer: str | None) -> str:
     ratios = [(name, f"{value:.2f}") for name, value in compare(rounds, peer).items()]
     return "\n".join(
         (
-            f"Medians of {len(rounds)} rounds, all measured in turn; servers not being measured were paused (SIGSTOP).",
+            f"Medians over rounds ({len(rounds)}), all measured in turn; what was not measured was paused (SIGSTOP).",
             "One text of 4-20 words a request; the bare forward gets the same texts, already tokenized.",
             "",
             report.table(header, rows),
@@ -194,7 +197,7 @@ def compare(rounds: Sequence[Round], peer: str | None) -> dict[str, float]:
     def rate_ratio(name: str, other: str) -> float:
         return median(readings[name].texts_per_s / readings[other].texts_per_s for readings in rounds)
 
-    served, bare = http_name(32), bare_name(BARE_BATCH)
+    served, bare = http_name(32), bare_name(32)
     ratios = {f"{served} / {bare}": rate_ratio(served, bare), f"{GRPC_NAME} / {bare}": rate_ratio(GRPC_NAME, bare)}
     if peer is not None:
         for name in map(http_name, HTTP_CONNECTIONS):

@@ -102,7 +102,7 @@ class Batcher:
         self._lanes: dict[Lane, OrderedDict[tuple[str, int], Request]] = {lane: OrderedDict() for lane in Lane}
         self._waiting_tokens = dict.fromkeys(Lane, 0)
         self._bulk_share = bulk_share
-        self._bulk_due = 0.0  # tokens that bulk is owed of what ran while it waited; negative when it ran ahead
+        self._bulk_due = 0.0  # tokens that bulk is owed of what ran while it waited; negative when its share ran ahead
 
     def add(self, request: Request) -> None:
         key = (request.frontend, request.id)
@@ -116,6 +116,8 @@ class Batcher:
             request = waiting.pop((frontend, id), None)
             if request is not None:
                 self._waiting_tokens[lane] -= request.waiting_tokens
+                if not self._lanes[Lane.BULK]:
+                    self._bulk_due = 0.0  # nobody is left to whom it is owed, or who owes
                 return request
         return None
 
@@ -139,15 +141,17 @@ class Batcher:
         """At most `budget` tokens (more only for one input that is larger by itself), or None when nothing waits."""
         parts: list[Part] = []
         room = budget
-        if self._lanes[Lane.BULK]:
-            self._bulk_due += self._bulk_share * min(budget, sum(self._waiting_tokens.values()))
-            room -= self._take(Lane.BULK, room, parts, at_least=self._bulk_due)
+        due = self._bulk_due + self._bulk_share * min(budget, sum(self._waiting_tokens.values()))
+        room -= (share := self._take(Lane.BULK, room, parts, at_least=due))
         room -= self._take(Lane.QUERY, room, parts, at_least=room)
-        room -= self._take(Lane.BULK, room, parts, at_least=room)
+        room -= (surplus := self._take(Lane.BULK, room, parts, at_least=room))
         if not parts:
             return None
-        bulk_tokens = sum(part.tokens for part in parts if part.request.lane is Lane.BULK)
-        self._bulk_due = self._bulk_due - bulk_tokens if self._lanes[Lane.BULK] else 0.0
+        # Settled by what the batch came to hold. What bulk got only because no query filled the room is held against it for
+        # one batch at most: long enough for a query that is larger than the budget to go alone.
+        due = self._bulk_due + self._bulk_share * (budget - room) - share
+        due = max(due - surplus, min(due, -self._bulk_share * budget))
+        self._bulk_due = due if self._lanes[Lane.BULK] else 0.0
         parts.sort(key=lambda part: (part.request.frontend, part.request.id, part.first_row))
         return Batch(_joined(parts), budget - room, now)
 

@@ -76,7 +76,7 @@ class IpcLoop:
             return  # meant for an engine that is no more
         self._credit.received(sender, header.received_bytes)
         if header.cancels:
-            metrics.CANCELLED.inc(self._waiting_room.cancel(sender, header.cancels))
+            self._waiting_room.cancel(sender, header.cancels)
         if header.requests:
             self._add(_requests(header, lengths, token_ids), token_ids)
 

@@ -163,6 +163,7 @@ class EngineClient:
             return await pending.future
         finally:
             if self._pending.pop(pending.id, None) is not None:  # the caller left
+                metrics.CANCELLED.inc()
                 self._release(pending)
                 self._cancels.append(pending.id)
                 self._schedule_flush()

@@ -81,7 +81,7 @@ def make_app(service: Service) -> Starlette:
         reason = service.not_ready()
         return _json({"status": "ready"}) if reason is None else _json({"status": "not ready", "reason": reason}, 503)
 
-    async def scrape(request: Request) -> Response:
+    def scrape(request: Request) -> Response:  # not async: it reads files, so Starlette runs it on a thread
         return PlainTextResponse(metrics.scrape(), media_type="text/plain; version=0.0.4")
 
     return Starlette(

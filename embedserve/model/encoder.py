@@ -14,7 +14,7 @@ from embedserve.errors import StartError
 from embedserve_kernels.embed_tokens import embed_tokens
 from embedserve_kernels.layer_norm_residual import layer_norm_residual
 from embedserve_kernels.linear import Activation, LinearWeight, linear, prepare_linear
-from embedserve_kernels.varlen_attention import AttentionPlan, varlen_attention
+from embedserve_kernels.varlen_attention import EqualLengths, varlen_attention
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -137,13 +137,13 @@ class BertEncoder:
                 shapes[f"encoder.layer.{i}.{name}.bias"] = (hidden,)
         return shapes
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionPlan) -> torch.Tensor:
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, groups: list[EqualLengths]) -> torch.Tensor:
         """token_ids and positions [total_tokens] -> the last hidden states [total_tokens, hidden]."""
         eps = self.config.layer_norm_eps
         norm = self._embedding_norm
         hidden = embed_tokens(token_ids, positions, self._words, self._positions_and_type, norm.weight, norm.bias, eps)
         for layer in self._layers:
-            context = varlen_attention(linear(hidden, layer.qkv), self.config.heads, attention)
+            context = varlen_attention(linear(hidden, layer.qkv), self.config.heads, groups)
             norm = layer.attention_norm
             hidden = layer_norm_residual(linear(context, layer.attention_output), hidden, norm.weight, norm.bias, eps)
             inner = linear(hidden, layer.intermediate, self.config.activation)

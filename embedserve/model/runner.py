@@ -19,7 +19,7 @@ from embedserve.model.card import ModelCard
 from embedserve.model.folder import read_folder
 from embedserve.model.loader import check_sha256, load_encoder
 from embedserve_kernels.pool_normalize import Pooling, pool_normalize
-from embedserve_kernels.varlen_attention import plan_attention
+from embedserve_kernels.varlen_attention import group_equal_lengths
 
 if TYPE_CHECKING:
     from embedserve.model.encoder import BertEncoder
@@ -109,7 +109,7 @@ class Runner:
         """
         assert len(lengths) == len(table) > 0, (len(lengths), len(table))
         assert int(lengths.sum()) == len(token_ids), (int(lengths.sum()), len(token_ids))
-        # Sorted by length, equal ones are a view for attention and near-equal ones pad little.
+        # Sorted by length, so that sequences of one length are a plain view for attention.
         order = np.argsort(lengths, kind="stable")
         starts = np.cumsum(lengths, dtype=np.int64) - lengths
         sorted_lengths = lengths[order]
@@ -121,7 +121,7 @@ class Runner:
             hidden = self._encoder.forward(
                 self._tensor(sorted_ids),
                 self._tensor(positions),
-                plan_attention(sorted_lengths, dtype=self._dtype, device=self._device),
+                group_equal_lengths(sorted_lengths),
             )
             return self._pool(hidden, self._tensor(cu_seqlens), table.take(order), out)
 

@@ -7,9 +7,8 @@ import torch.nn.functional as F  # noqa: N812
 from hypothesis import given
 from hypothesis import strategies as st
 
-from embedserve_kernels.varlen_attention import plan_attention, varlen_attention
+from embedserve_kernels.varlen_attention import group_equal_lengths, varlen_attention
 
-CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
@@ -36,25 +35,25 @@ def test_lengths_at_the_edges(lengths, dtype):
 
 def test_a_sequence_of_one_token_gets_its_own_value():
     qkv = torch.randn(6, 3 * 16, generator=torch.Generator().manual_seed(0))
-    plan = plan_attention(np.array([1, 2, 3]), dtype=qkv.dtype, device=CPU)
-    torch.testing.assert_close(varlen_attention(qkv, 2, plan)[0], qkv[0, 32:])
+    groups = group_equal_lengths(np.array([1, 2, 3]))
+    torch.testing.assert_close(varlen_attention(qkv, 2, groups)[0], qkv[0, 32:])
 
 
 def test_what_shares_the_batch_changes_nothing_but_rounding():
     generator = torch.Generator().manual_seed(3)
     qkv = torch.randn(20, 3 * 64, generator=generator)
-    strangers = torch.full((12 + 22, 3 * 64), 1e4)  # a leak through padding would show
-    alone = varlen_attention(qkv, 2, plan_attention(np.array([20]), dtype=qkv.dtype, device=CPU))
+    strangers = torch.full((12 + 22, 3 * 64), 1e4)  # a leak between sequences would show
+    alone = varlen_attention(qkv, 2, group_equal_lengths(np.array([20])))
     packed = torch.cat([strangers[:12], qkv, strangers[12:]])
-    plan = plan_attention(np.array([3, 9, 20, 22]), dtype=qkv.dtype, device=CPU)
-    torch.testing.assert_close(varlen_attention(packed, 2, plan)[12:32], alone, rtol=1e-5, atol=1e-5)
+    groups = group_equal_lengths(np.array([3, 9, 20, 22]))
+    torch.testing.assert_close(varlen_attention(packed, 2, groups)[12:32], alone, rtol=1e-5, atol=1e-5)
 
 
 def check(lengths: list[int], heads: int, head_dim: int, dtype: torch.dtype, seed: int) -> None:
     lengths = sorted(lengths)
     qkv = torch.randn(sum(lengths), 3 * heads * head_dim, generator=torch.Generator().manual_seed(seed)).to(dtype)
-    plan = plan_attention(np.array(lengths), dtype=dtype, device=CPU)
-    attended = varlen_attention(qkv, heads, plan)
+    groups = group_equal_lengths(np.array(lengths))
+    attended = varlen_attention(qkv, heads, groups)
     assert attended.dtype == dtype
     expected = torch.cat([attend_one(tokens, heads) for tokens in qkv.double().split(lengths)])
     torch.testing.assert_close(attended.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
