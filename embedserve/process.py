@@ -51,7 +51,9 @@ def spawn(
     with theirs:
         spec = msgspec.structs.replace(spec, control_fd=theirs.fileno())
         command = [sys.executable, "-m", module, msgspec.json.encode(spec).decode()]
-        process = subprocess.Popen(command, env=env, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stderr=stderr)
+        process = subprocess.Popen(
+            command, env=env, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stderr=stderr
+        )
     return process, ours
 
 

@@ -117,7 +117,7 @@ class Batcher:
             if request is not None:
                 self._waiting_tokens[lane] -= request.waiting_tokens
                 if not self._lanes[Lane.BULK]:
-                    self._bulk_due = 0.0  # nobody is left to whom it is owed, or who owes
+                    self._bulk_due = min(self._bulk_due, 0.0)
                 return request
         return None
 
@@ -141,17 +141,18 @@ class Batcher:
         """At most `budget` tokens (more only for one input that is larger by itself), or None when nothing waits."""
         parts: list[Part] = []
         room = budget
-        due = self._bulk_due + self._bulk_share * min(budget, sum(self._waiting_tokens.values()))
-        room -= (share := self._take(Lane.BULK, room, parts, at_least=due))
+        tokens = min(budget, sum(self._waiting_tokens.values()))
+        room -= (share := self._take(Lane.BULK, room, parts, at_least=self._bulk_due + self._bulk_share * tokens))
         room -= self._take(Lane.QUERY, room, parts, at_least=room)
         room -= (surplus := self._take(Lane.BULK, room, parts, at_least=room))
         if not parts:
+            self._bulk_due = 0.0  # whatever bulk took ahead of its share, no query waits for it
             return None
-        # Settled by what the batch came to hold. What bulk got only because no query filled the room is held against it for
-        # one batch at most: long enough for a query that is larger than the budget to go alone.
-        due = self._bulk_due + self._bulk_share * (budget - room) - share
+        # An input larger than the budget counts whole. What bulk got only because no query filled the room is held
+        # against it for one batch at most: long enough for a query larger than the budget to go alone.
+        due = self._bulk_due + self._bulk_share * max(tokens, budget - room) - share
         due = max(due - surplus, min(due, -self._bulk_share * budget))
-        self._bulk_due = due if self._lanes[Lane.BULK] else 0.0
+        self._bulk_due = due if self._lanes[Lane.BULK] else min(due, 0.0)  # a lane that empties is owed nothing more
         parts.sort(key=lambda part: (part.request.frontend, part.request.id, part.first_row))
         return Batch(_joined(parts), budget - room, now)
 

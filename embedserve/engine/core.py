@@ -13,10 +13,9 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import numpy as np
 import setproctitle
 
-from embedserve import metrics
+from embedserve import __version__, metrics
 from embedserve.config import available_cores
 from embedserve.engine.batcher import Batcher, WaitingRoom
 from embedserve.engine.buffers import BufferPool
@@ -29,7 +28,7 @@ from embedserve.errors import StartError
 from embedserve.logs import stop_logging
 from embedserve.messages import EngineAddress, Failed, FrontendLost, Lane, Ready
 from embedserve.process import ChildSpec, ControlChannel, NamedThread, enter_child, wait_readable
-from embedserve_kernels.output_layout import OutputDtype, lay_out, row_bytes
+from embedserve_kernels.output_layout import OutputDtype, row_bytes
 
 if TYPE_CHECKING:
     from embedserve.model.runner import Runner
@@ -118,10 +117,13 @@ class Engine:
             device=config.device,
             threads=config.threads or available_cores(),
         )
-        _warm_up(runner)
+        runner.warm_up()  # proves the model, and starts every worker of the thread pool
         setproctitle.setthreadtitle("EngineLoop")
         card = runner.card
         log.info("%s loaded in %.1f s: %s on %s", card.name, time.monotonic() - started, card.dtype, card.device)
+        metrics.BUILD_INFO.labels(__version__, card.name, card.dtype, card.device, card.space_id, card.numerics_id).set(
+            1
+        )
         self._runner = runner
         rows = max(1, self._max_batch_tokens // 2)  # an input has at least its special tokens
         buffer_bytes = min(rows * (row_bytes(card.dims, OutputDtype.FLOAT32) + 1), MAX_RING_BUFFER_BYTES)
@@ -159,17 +161,6 @@ class Engine:
         """Without waiting for threads that may sit in C code; the log is flushed."""
         stop_logging()
         os._exit(status)
-
-
-def _warm_up(runner: Runner) -> None:
-    """A short and a long forward: the first proves the model, the second starts every worker of the thread pool."""
-    dims = runner.card.dims
-    for length in (min(8, runner.card.max_input_tokens), runner.card.max_input_tokens):
-        length = min(length, 512)
-        layout = lay_out([2], [dims], [OutputDtype.FLOAT32], [True])
-        out = np.empty(layout.total_bytes, np.uint8)
-        token_ids = np.ones(2 * length, np.int32)
-        runner.launch(token_ids, np.full(2, length, np.int32), layout.table, out).wait()
 
 
 def _observe_queue(batcher: Batcher) -> None:

@@ -71,15 +71,15 @@ def _write_group(values: torch.Tensor, dtype: OutputDtype, normalize: bool, tabl
     if normalize:
         norm = torch.linalg.vector_norm(values, dim=1, keepdim=True)
         values = values / norm.clamp_min(_NORM_FLOOR)
-        finite = norm.isfinite().squeeze(1)  # an infinite norm would hide as a row of zeros
+        nonfinite = _has_nonfinite(norm)  # an infinite norm would hide as a row of zeros
     else:
-        finite = values.isfinite().all(dim=1)
+        nonfinite = _has_nonfinite(values)
 
     if dtype == OutputDtype.FLOAT32:
         encoded = values.contiguous()
     elif dtype == OutputDtype.FLOAT16:
         encoded = values.to(torch.float16)
-        finite = finite & encoded.isfinite().all(dim=1)
+        nonfinite = nonfinite | _has_nonfinite(encoded)
     elif dtype == OutputDtype.INT8:
         encoded, scale = _to_int8(values)
         _write(scale.view(torch.uint8), table.scale_offset, out)
@@ -90,7 +90,12 @@ def _write_group(values: torch.Tensor, dtype: OutputDtype, normalize: bool, tabl
     as_bytes = encoded.view(torch.uint8)
     assert as_bytes.shape[1] == row_bytes(dims, dtype), (as_bytes.shape, dims, dtype)
     _write(as_bytes, table.byte_offset, out)
-    _write((~finite).view(torch.uint8).unsqueeze(1), table.status_offset, out)
+    _write(nonfinite.view(torch.uint8), table.status_offset, out)
+
+
+def _has_nonfinite(values: torch.Tensor) -> torch.Tensor:
+    """[rows, n] -> bool [rows, 1]. NaN and infinity times zero are NaN, and NaN stays in a sum: three operations."""
+    return (values * 0).sum(dim=1, keepdim=True) != 0
 
 
 def _to_int8(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

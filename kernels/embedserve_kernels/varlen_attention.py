@@ -34,12 +34,14 @@ def group_equal_lengths(lengths: np.ndarray) -> list[EqualLengths]:
 def varlen_attention(qkv: torch.Tensor, heads: int, groups: list[EqualLengths]) -> torch.Tensor:
     """qkv [total_tokens, 3 * hidden] (queries, keys, values; heads within each) -> [total_tokens, hidden].
 
-    Not causal, scaled by head_dim ** -0.5. Softmax and sums are in float32.
+    Not causal, scaled by head_dim ** -0.5. Softmax and sums are in float32. Tokens behind the last sequence belong
+    to none and become zero.
     """
     total_tokens, width = qkv.shape
-    last = groups[-1]
-    assert total_tokens == last.start + last.rows * last.length, (total_tokens, last)
+    end = groups[-1].start + groups[-1].rows * groups[-1].length
+    assert total_tokens >= end, (total_tokens, end)
     out = qkv.new_empty(total_tokens, width // 3)
+    out[end:] = 0
     dtype = _attention_dtype(qkv)
     for group in groups:
         part = slice(group.start, group.start + group.rows * group.length)
