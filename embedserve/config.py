@@ -36,7 +36,10 @@ class Config:
         "of weights and forward; auto is bfloat16 where the device computes in it, else float32",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
-    threads: int | None = setting(None, "CPU threads of the forward; auto leaves none idle", least=1)
+    threads: int | None = setting(None, "CPU threads of all forward passes together; auto is every core", least=1)
+    forwards: int | None = setting(
+        None, "forward passes side by side on a CPU; auto is one per thread for small models, else one", least=1
+    )
     served_model_name: tuple[str, ...] = setting((), "names that requests may ask for; auto is the model's own")
     max_batch_tokens: int | None = setting(None, "tokens in one forward, at most", least=1)
     max_batch_ms: float | None = setting(None, "time of one forward, at most, by its measured speed", least=1)

@@ -227,6 +227,8 @@ class WaitingRoom:
                 batch = self._batcher.next_batch(time.monotonic(), budget)
                 if batch is not None:
                     self._observe(self._batcher)
+                    if len(self._batcher):
+                        self._filled.notify()  # there is work left for another that takes
                     return batch
                 self._filled.wait()
         return None

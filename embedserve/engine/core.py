@@ -53,22 +53,14 @@ class Engine:
         config = spec.config
         self._max_batch_tokens = config.batch_tokens_limit
         self._waiting_room = WaitingRoom(config.queued_tokens_limit, observe=_observe_queue)
-        self._outbox = Outbox(limit=1)
         self._credit = ReplyCredit()
         self._events_fd = os.eventfd(0, os.EFD_CLOEXEC)  # written when the model is loaded and when a thread ends
         self._never_fd = os.eventfd(0, os.EFD_CLOEXEC)  # IpcLoop's stop signal; here the process just exits
         self._ended: list[tuple[str, BaseException | None]] = []
         self._runner: Runner | None = None
-        self._engine_loop = EngineLoop(
-            self._load,
-            waiting_room=self._waiting_room,
-            outbox=self._outbox,
-            max_batch_tokens=self._max_batch_tokens,
-            max_batch_ms=config.batch_ms_limit,
-        )
 
     def run(self) -> None:
-        self._start("EngineLoop", self._engine_loop.run)
+        self._start("EngineLoop", self._load_and_run)
         for source in wait_readable(self._control.socket, self._events_fd):
             if source is self._control.socket:
                 self._obey()
@@ -101,14 +93,30 @@ class Engine:
         output_loop = OutputLoop(address.replies, incarnation=spec.number, outbox=self._outbox, credit=self._credit)
         self._start("IpcLoop", ipc_loop.run)
         self._start("OutputLoop", output_loop.run)
+        for _ in range(1, self._runner.forwards):
+            self._start("forward", self._make_engine_loop(self._runner).run)
         self._control.send(Ready(address))
 
-    def _load(self) -> tuple[Runner, BufferPool]:
-        """On EngineLoop: load, run one forward, make the ring. libgomp's workers inherit this thread's name."""
-        from embedserve.model.runner import load_runner  # torch: only in this process, and only on this thread
+    def _load_and_run(self) -> None:
+        """On EngineLoop, because loading runs parallel operations: libgomp's workers inherit this thread's name."""
+        setproctitle.setthreadtitle("forward")
+        runner = self._load()
+        setproctitle.setthreadtitle("EngineLoop")
+        rows = max(1, self._max_batch_tokens // 2)  # an input has at least its special tokens
+        buffer_bytes = min(rows * (row_bytes(runner.card.dims, OutputDtype.FLOAT32) + 1), MAX_RING_BUFFER_BYTES)
+        self._buffers = BufferPool(
+            runner.forwards + SPARE_BUFFERS, buffer_bytes, outside=metrics.OUTPUT_BUFFERS_OUTSIDE_RING.inc
+        )
+        self._outbox = Outbox(limit=runner.forwards)
+        engine_loop = self._make_engine_loop(runner)
+        self._runner = runner
+        os.eventfd_write(self._events_fd, 1)
+        engine_loop.run()
+
+    def _load(self) -> Runner:
+        from embedserve.model.runner import load_runner  # torch: only in this process, and first on this thread
 
         config = self._spec.config
-        setproctitle.setthreadtitle("forward")
         started = time.monotonic()
         runner = load_runner(
             config.model,
@@ -116,20 +124,31 @@ class Engine:
             dtype=config.dtype,
             device=config.device,
             threads=config.threads or available_cores(),
+            forwards=config.forwards,
         )
         runner.warm_up()  # proves the model, and starts every worker of the thread pool
-        setproctitle.setthreadtitle("EngineLoop")
         card = runner.card
-        log.info("%s loaded in %.1f s: %s on %s", card.name, time.monotonic() - started, card.dtype, card.device)
-        metrics.BUILD_INFO.labels(__version__, card.name, card.dtype, card.device, card.space_id, card.numerics_id).set(
-            1
+        log.info(
+            "%s loaded in %.1f s: %s on %s, %d forwards side by side",
+            card.name,
+            time.monotonic() - started,
+            card.dtype,
+            card.device,
+            runner.forwards,
         )
-        self._runner = runner
-        rows = max(1, self._max_batch_tokens // 2)  # an input has at least its special tokens
-        buffer_bytes = min(rows * (row_bytes(card.dims, OutputDtype.FLOAT32) + 1), MAX_RING_BUFFER_BYTES)
-        buffers = BufferPool(1 + SPARE_BUFFERS, buffer_bytes, outside=metrics.OUTPUT_BUFFERS_OUTSIDE_RING.inc)
-        os.eventfd_write(self._events_fd, 1)
-        return runner, buffers
+        labels = (__version__, card.name, card.dtype, card.device, card.space_id, card.numerics_id)
+        metrics.BUILD_INFO.labels(*labels).set(1)
+        return runner
+
+    def _make_engine_loop(self, runner: Runner) -> EngineLoop:
+        return EngineLoop(
+            runner,
+            buffers=self._buffers,
+            waiting_room=self._waiting_room,
+            outbox=self._outbox,
+            max_batch_tokens=self._max_batch_tokens,
+            max_batch_ms=self._spec.config.batch_ms_limit,
+        )
 
     def _start(self, name: str, run: Callable[[], None]) -> None:
         NamedThread(name, run, self._thread_ended).start()

@@ -1,12 +1,12 @@
 """EngineLoop: takes a batch from the waiting room, launches its forward pass, hands it to the outbox.
 
-It touches no socket and no per-request protocol object.
+It touches no socket and no per-request protocol object. On a CPU several of them may run side by side.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,40 +25,32 @@ SPEED_MIN_TOKENS = 256  # smaller batches say little of the device's speed
 
 
 class EngineLoop:
-    """`load` is called on this thread, because loading runs parallel operations and only this thread may."""
+    """One forward at a time. Runner, pool, waiting room and outbox may be shared with the others of its kind."""
 
     def __init__(
         self,
-        load: Callable[[], tuple[Runner, BufferPool]],
+        runner: Runner,
         *,
+        buffers: BufferPool,
         waiting_room: WaitingRoom,
         outbox: Outbox,
         max_batch_tokens: int,
         max_batch_ms: float,
     ) -> None:
-        self._load = load
+        self._runner = runner
+        self._buffers = buffers
         self._waiting_room = waiting_room
         self._outbox = outbox
         self._max_batch_tokens = max_batch_tokens
         self._max_batch_ms = max_batch_ms
         self._tokens_per_ms: float | None = None
-        self._idle_since = 0.0
 
     def run(self) -> None:
-        self._runner, self._buffers = self._load()
+        self._runner.enter_thread()
+        self._busy = metrics.THREAD_BUSY.labels(threading.current_thread().name)
         self._idle_since = time.monotonic()
         while self._step():
             pass
-
-    def _step(self) -> bool:
-        """One batch, in a call of its own: no name may keep a buffer's lease while the next batch is waited for."""
-        batch = self._waiting_room.take(self.budget())  # blocks until work waits; None when closed
-        if batch is None:
-            return False
-        finished = self.launch(batch)
-        self._measure(finished)
-        self._outbox.put(finished)  # blocks while as many as the device may hold are in flight
-        return True
 
     def budget(self) -> int:
         """Tokens of the next batch: what the device does in --max-batch-ms, --max-batch-tokens at most."""
@@ -84,11 +76,22 @@ class EngineLoop:
         )
         return FinishedBatch(batch, layout, buffer, launched, launched_at)
 
+    def _step(self) -> bool:
+        """One batch, in a call of its own: no name may keep a buffer's lease while the next batch is waited for."""
+        batch = self._waiting_room.take(self.budget())  # blocks until work waits; None when closed
+        if batch is None:
+            return False
+        finished = self.launch(batch)
+        self._measure(finished)
+        self._outbox.put(finished)  # blocks while as many as the device may hold are in flight
+        return True
+
     def _measure(self, finished: FinishedBatch) -> None:
         now = time.monotonic()
         waiting_since = min(part.request.enqueued_at for part in finished.batch.parts)
-        metrics.ENGINE_STARVED.inc(max(0.0, finished.launched_at - max(self._idle_since, waiting_since)))
-        metrics.THREAD_BUSY.labels("EngineLoop").inc(now - finished.launched_at)
+        starved_s = max(0.0, finished.launched_at - max(self._idle_since, waiting_since))
+        metrics.ENGINE_STARVED.inc(starved_s / self._runner.forwards)
+        self._busy.inc(now - finished.launched_at)
         metrics.BATCH_TOKENS.observe(finished.batch.tokens)
         metrics.BATCH_INPUTS.observe(len(finished.layout.table))
         self._idle_since = now

@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha import reflection
 
 from embedserve import metrics
 from embedserve.errors import EmbedserveError, InvalidInput, Overloaded
-from embedserve.frontend.service import EmbedCall, EmbedResult, Service
+from embedserve.frontend.service import EmbedCall, EmbedResult, Service, shortened
 from embedserve.messages import Lane
 from embedserve.v1 import embedding_pb2 as pb
 from embedserve_kernels.output_layout import OutputDtype
@@ -82,7 +82,8 @@ class _Handlers:
         started = time.monotonic()
         code, lane = "CANCELLED", "none"
         try:
-            with self._service.admit_bytes(len(body)):
+            with self._service.admit_bytes() as hold:
+                hold(len(body))
                 request = parse(pb.EmbedRequest, body)
                 result = await self._service.embed(embed_call(request))
                 reply: bytes = embed_response(request, result, self._service).SerializeToString()
@@ -115,7 +116,7 @@ async def abort(context: Context, error: EmbedserveError) -> NoReturn:
         trailing.append(("embedserve-param", error.param))
     if isinstance(error, Overloaded):
         trailing.append(("grpc-retry-pushback-ms", str(int(error.retry_after_s * 1000))))
-    await context.abort(grpc.StatusCode[error.grpc_code], error.message, tuple(trailing))
+    await context.abort(grpc.StatusCode[error.grpc_code], shortened(error.message), tuple(trailing))
     raise AssertionError("abort returned")
 
 

@@ -9,6 +9,7 @@ import asyncio
 import binascii
 import re
 import time
+from collections.abc import Callable
 from typing import Any, Literal
 
 import msgspec
@@ -32,7 +33,7 @@ from embedserve.errors import (
     ServerError,
     TokenIdsRefused,
 )
-from embedserve.frontend.service import EmbedCall, EmbedResult, Service
+from embedserve.frontend.service import EmbedCall, EmbedResult, Service, shortened
 from embedserve.messages import Lane
 from embedserve_kernels.output_layout import OutputDtype
 
@@ -112,8 +113,9 @@ class _Embeddings:
         status, lane = 500, "none"
         limit = self._service.config.max_body_bytes
         try:
-            with self._service.admit_bytes(_announced_bytes(scope, limit)):
-                request = decode_request(await _read_body(receive, limit))
+            _check_announced_bytes(scope, limit)
+            with self._service.admit_bytes() as hold:
+                request = decode_request(await _read_body(receive, limit, hold))
                 result = await self._until_disconnect(embed_call(request, self._service), receive)
                 body = embeddings_body(request, result, self._service)
             status, lane = 200, result.lane.name.lower()
@@ -149,8 +151,9 @@ class _Disconnected(Exception):
 
 def decode_request(body: bytes) -> EmbeddingsRequest:
     """Raises InvalidInput with what is wrong and where."""
+    body = body.removeprefix(UTF8_BOM)
     try:
-        return _decode(body.removeprefix(UTF8_BOM))
+        return _decode(body)
     except RecursionError:
         raise InvalidInput("the JSON is nested too deeply.", code="invalid_json") from None
     except msgspec.ValidationError as error:
@@ -209,7 +212,8 @@ def embeddings_body(request: EmbeddingsRequest, result: EmbedResult, service: Se
 
 
 def error_body(error: EmbedserveError) -> dict[str, Any]:
-    return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
+    message = shortened(error.message)
+    return {"error": {"message": message, "type": error.type, "param": error.param, "code": error.code}}
 
 
 def _inputs(value: str | list[Any]) -> tuple[list[str] | None, list[list[int]] | None]:
@@ -270,26 +274,25 @@ def _syntax_error(body: bytes, error: Exception) -> str:
     return str(error)
 
 
-def _announced_bytes(scope: Scope, limit: int) -> int:
-    """Content-Length, or the limit for a body of unknown length. Raises BodyTooLarge."""
-    size = next((int(value) for name, value in scope["headers"] if name == b"content-length"), limit)
+def _check_announced_bytes(scope: Scope, limit: int) -> None:
+    """Raises BodyTooLarge."""
+    size = next((int(value) for name, value in scope["headers"] if name == b"content-length"), 0)
     if size > limit:
         raise _too_large(size, limit)
-    return size
 
 
-async def _read_body(receive: Receive, limit: int) -> bytes:
-    """Raises BodyTooLarge before more than `limit` bytes are held."""
+async def _read_body(receive: Receive, limit: int, hold: Callable[[int], None]) -> bytes:
+    """Raises BodyTooLarge before more than `limit` bytes are held, and what `hold` raises of each chunk."""
     message = await receive()
-    if not message.get("more_body"):
-        return _chunk(message, 0, limit)
     chunks = [_chunk(message, 0, limit)]
+    hold(len(chunks[0]))
     size = len(chunks[0])
     while message.get("more_body"):
         message = await receive()
         chunks.append(_chunk(message, size, limit))
+        hold(len(chunks[-1]))
         size += len(chunks[-1])
-    return b"".join(chunks)
+    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
 
 def _chunk(message: Message, size: int, limit: int) -> bytes:

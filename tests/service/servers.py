@@ -12,8 +12,10 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import grpc
@@ -24,8 +26,9 @@ import psutil
 from embedserve.v1 import embedding_pb2 as pb
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+    from collections.abc import Callable, Iterator
+
+    Reference = Callable[[list[str]], np.ndarray]
 
 READY_WITHIN_S = 60
 STOPPED_WITHIN_S = 60
@@ -40,8 +43,12 @@ LEAST_COSINE = 0.9995  # to sentence-transformers in float32; the default dtype 
 class Server:
     http_url: str
     grpc_target: str
-    pid: int
+    process: subprocess.Popen[str]
     stderr: Path
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
 
     @property
     def http_address(self) -> tuple[str, int]:
@@ -54,30 +61,36 @@ class Server:
         children = psutil.Process(self.pid).children()
         return [child for child in children if " ".join(child.cmdline()).startswith(title)]
 
+    def wait(self, timeout: float) -> int:
+        """The exit status, when it has ended."""
+        return self.process.wait(timeout)
+
 
 @contextmanager
-def start_server(*flags: str, folder: Path) -> Iterator[Server]:
-    """`python -m embedserve serve` on free ports, its log in `folder`; up when the block begins, gone when it ends.
+def start_server(*flags: str) -> Iterator[Server]:
+    """`python -m embedserve serve` on free ports, in a process of its own: up when the block begins, gone when it ends.
 
-    It must come up within a minute, and on SIGTERM exit with status 0 and no traceback in its log.
+    It must come up within a minute. Unless the block has ended it, it must exit with status 0 on SIGTERM and have no
+    traceback in its log.
     """
-    stderr = folder / "server.log"
     command = [sys.executable, "-m", "embedserve", "serve", "--http-port", "0", "--grpc-port", "0", *flags]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("EMBEDSERVE_")}
-    with stderr.open("wb") as log:
-        process = subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
-        )
-    try:
-        http_url, grpc_target = read_addresses(process, stderr)
-        yield Server(http_url, grpc_target, process.pid, stderr)
-        process.terminate()
-        assert process.wait(STOPPED_WITHIN_S) == 0, stderr.read_text()
-        assert "Traceback" not in stderr.read_text(), stderr.read_text()
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+    with tempfile.TemporaryDirectory(prefix="embedserve-test-") as folder:
+        stderr = Path(folder, "server.log")
+        with stderr.open("wb") as log:
+            process = subprocess.Popen(
+                command, env=environment, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
+            )
+        try:
+            yield Server(*read_addresses(process, stderr), process, stderr)
+            if process.poll() is None:
+                process.terminate()
+                assert process.wait(STOPPED_WITHIN_S) == 0, stderr.read_text()
+                assert "Traceback" not in stderr.read_text(), stderr.read_text()
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
 
 
 def read_addresses(process: subprocess.Popen[str], stderr: Path) -> tuple[str, str]:
