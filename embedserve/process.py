@@ -6,6 +6,7 @@ Knows the supervisor's side of that hand-over too (spawn), and nothing of what t
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import selectors
 import signal
@@ -24,6 +25,7 @@ from embedserve.logs import start_logging
 from embedserve.messages import Control, decode_control, encode_control
 
 PR_SET_PDEATHSIG = 1
+GC_THRESHOLD = 10_000  # allocations between two collections of the youngest generation
 
 
 class ChildSpec(msgspec.Struct, frozen=True):
@@ -67,6 +69,16 @@ def enter_child(role: str) -> tuple[ChildSpec, ControlChannel]:
     setproctitle.setproctitle(f"embedserve: {role} {spec.number}")
     start_logging(spec.config.log_format, spec.name)
     return spec, ControlChannel(socket.socket(fileno=spec.control_fd))
+
+
+def settle_memory() -> None:
+    """Called once all is loaded: what is there stays, so the garbage collector need not walk it ever again.
+
+    Requests leave few cycles behind; collecting every 700 allocations cost a frontend 4% of its time.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GC_THRESHOLD)
 
 
 class ControlChannel:

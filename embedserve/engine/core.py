@@ -27,7 +27,7 @@ from embedserve.engine.output_loop import OutputLoop
 from embedserve.errors import StartError
 from embedserve.logs import stop_logging
 from embedserve.messages import EngineAddress, Failed, FrontendLost, Lane, Ready
-from embedserve.process import ChildSpec, ControlChannel, NamedThread, enter_child, wait_readable
+from embedserve.process import ChildSpec, ControlChannel, NamedThread, enter_child, settle_memory, wait_readable
 from embedserve_kernels.output_layout import OutputDtype, row_bytes
 
 if TYPE_CHECKING:
@@ -95,6 +95,7 @@ class Engine:
         self._start("OutputLoop", output_loop.run)
         for _ in range(1, self._runner.forwards):
             self._start("forward", self._make_engine_loop(self._runner).run)
+        settle_memory()
         self._control.send(Ready(address))
 
     def _load_and_run(self) -> None:

@@ -21,7 +21,7 @@ from embedserve.frontend.grpc import GrpcServer
 from embedserve.frontend.http import make_app
 from embedserve.frontend.service import Service
 from embedserve.messages import Control, Drain, EngineLost, Serving, UseEngine
-from embedserve.process import ChildSpec, ControlChannel, enter_child
+from embedserve.process import ChildSpec, ControlChannel, enter_child, settle_memory
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +85,7 @@ class Frontend:
             await self._grpc.show_health(self._service.not_ready() is None)
             self._spawn(self._http.serve([_listen(config.host, self._spec.http_port)]))
             await self._http.accepting.wait()
+            settle_memory()
             self._control.send(Serving())
 
     async def _watch_health(self) -> None:
@@ -125,6 +126,7 @@ class _HttpServer(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                proxy_headers=False,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=max(1, int(drain_s)),
             )

@@ -14,6 +14,7 @@ from servers import ANY_SIZE, OWN_CONNECTION, Embed, Server, Socket, connections
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
     from servers import Reference
 
 
