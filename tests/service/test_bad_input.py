@@ -884,9 +884,9 @@ def test_texts_that_differ_only_where_they_are_cut_are_both_flagged(http: httpx.
     assert reply.json()["truncated"] == [0, 1]
 
 
-def test_text_of_10_mb_is_refused_with_its_length(http: httpx.Client) -> None:
-    text = "word " * 2_000_000
-    says = ("2000002", "256")
+def test_text_of_a_megabyte_is_refused_with_its_length(http: httpx.Client) -> None:
+    text = "word " * 200_000
+    says = ("200002", "256")
     assert_refused(post(http, input=text), "context_length_exceeded", "input[0]", says)
 
 
@@ -1076,7 +1076,7 @@ def test_right_space_and_model_are_served_and_named(embed: Embed, http: httpx.Cl
 
 
 def test_stages_of_a_request_are_timed(embed: Embed, http: httpx.Client) -> None:
-    times = embed(texts=[text_of(MAX_TOKENS)] * 4).times
+    times = embed(texts=[text_of(MAX_TOKENS)]).times  # one batch; of several it would report the sums
     stages = (times.tokenize_ms, times.queue_ms, times.forward_ms, times.pack_ms, times.reply_ms)
     assert min(stages) >= 0
     assert times.forward_ms > 0

@@ -5,7 +5,6 @@ Knows the server from outside only: ports, signals, /proc.
 
 from __future__ import annotations
 
-import concurrent.futures
 import json
 import os
 import re
@@ -17,17 +16,18 @@ import sys
 import textwrap
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
 import httpx
 import psutil
 import pytest
-from embedserve_client import EmbedClient
 from servers import Server, start_server
 
 from embedserve.config import Config
 from embedserve.process import ChildSpec, spawn
+from embedserve_client import EmbedClient
 
 LOOPS = ("IpcLoop", "EngineLoop", "OutputLoop")
 
@@ -99,9 +99,9 @@ def test_killing_the_supervisor_leaves_no_process_behind() -> None:
 
 def test_sigterm_finishes_what_is_in_flight_over_both_protocols_and_exits_0() -> None:
     texts = [f"document number {i} about nothing in particular" for i in range(600)]
-    with start_server() as server, concurrent.futures.ThreadPoolExecutor() as pool, EmbedClient(server.grpc_target) as c:
+    with start_server() as server, ThreadPoolExecutor() as pool, EmbedClient(server.grpc_target) as client:
         over_http = pool.submit(httpx.post, f"{server.http_url}/v1/embeddings", json={"input": texts}, timeout=60)
-        over_grpc = pool.submit(c.embed, texts)
+        over_grpc = pool.submit(client.embed, texts)
         wait_until(lambda: queued_tokens(server) > 0)
         os.kill(server.pid, signal.SIGTERM)
         assert len(over_http.result().json()["data"]) == 600
@@ -112,10 +112,9 @@ def test_sigterm_finishes_what_is_in_flight_over_both_protocols_and_exits_0() ->
 
 
 def test_server_restarts_on_the_same_ports_at_once() -> None:
-    with start_server() as first:
+    with start_server() as first, httpx.Client(base_url=first.http_url) as client:
         ports = ("--http-port", str(port_of(first.http_url)), "--grpc-port", str(port_of(first.grpc_target)))
-        client = httpx.Client(base_url=first.http_url)  # its connection is closed by the server: TIME_WAIT is there
-        assert client.get("/health").status_code == 200
+        assert client.get("/health").status_code == 200  # the server closes this connection: TIME_WAIT on its port
         os.kill(first.pid, signal.SIGTERM)
         assert first.wait(timeout=30) == 0
     with start_server(*ports) as second:
@@ -124,8 +123,8 @@ def test_server_restarts_on_the_same_ports_at_once() -> None:
 
 def test_dead_engine_answers_its_callers_and_comes_back() -> None:
     texts = [f"document number {i} about nothing in particular" for i in range(2000)]
-    with start_server() as server, concurrent.futures.ThreadPoolExecutor() as pool, EmbedClient(server.grpc_target) as c:
-        clean = c.embed(["a text that is asked for twice"])
+    with start_server() as server, ThreadPoolExecutor() as pool, EmbedClient(server.grpc_target) as client:
+        clean = client.embed(["a text that is asked for twice"])
         over_http = pool.submit(httpx.post, f"{server.http_url}/v1/embeddings", json={"input": texts}, timeout=60)
         over_grpc = pool.submit(embed_status, server.grpc_target, texts)
         wait_until(lambda: queued_tokens(server) > 0)
@@ -137,7 +136,7 @@ def test_dead_engine_answers_its_callers_and_comes_back() -> None:
         assert time.monotonic() - killed < 1
         assert httpx.get(f"{server.http_url}/ready").status_code == 503
         wait_until(lambda: httpx.get(f"{server.http_url}/ready").status_code == 200)
-        assert (c.embed(["a text that is asked for twice"]) == clean).all()
+        assert (client.embed(["a text that is asked for twice"]) == clean).all()
         assert "engine 2" in engine(server).cmdline()[0]
 
 
@@ -152,7 +151,7 @@ def test_dead_frontend_is_replaced() -> None:
 
 
 def test_stuck_engine_turns_ready_red_while_health_stays_green() -> None:
-    with start_server("--stuck-after-s", "1") as server, concurrent.futures.ThreadPoolExecutor() as pool:
+    with start_server("--stuck-after-s", "1") as server, ThreadPoolExecutor() as pool:
         assert httpx.get(f"{server.http_url}/ready").status_code == 200
         engine(server).suspend()
         waiting = pool.submit(httpx.post, f"{server.http_url}/v1/embeddings", json={"input": "x"}, timeout=60)
@@ -173,8 +172,6 @@ def test_any_of_the_three_threads_ending_ends_the_engine(loop: str, tmp_path: Pa
 
         class Dying(core.{loop}):
             def run(self):
-                if "{loop}" == "EngineLoop":
-                    self._load()
                 raise OSError("the test ends this thread")
 
         core.{loop} = Dying

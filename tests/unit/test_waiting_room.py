@@ -123,6 +123,17 @@ def test_close_wakes_every_sleeper(room: Room) -> None:
         assert [future.result(TIMEOUT_S) for future in taken] == [None] * 3
 
 
+def test_one_add_wakes_as_many_takers_as_it_has_batches_for(room: Room) -> None:
+    with ThreadPoolExecutor(3) as takers:
+        taken = []
+        for _ in range(3):
+            room.condition.sleeping.clear()
+            taken.append(asleep(takers, room, budget=30))
+        room.add([make_request(1, [30] * 3)])
+        batches = [future.result(TIMEOUT_S) for future in taken]
+    assert sorted(part.first_row for batch in batches if batch for part in batch.parts) == [0, 1, 2]
+
+
 def test_closed_room_gives_nothing_though_work_waits(room: Room) -> None:
     room.add([make_request(1, [5])])
     room.close()
