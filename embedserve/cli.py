@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, fields
-from typing import Any, get_args, get_type_hints
+from typing import Any, NoReturn, get_args, get_type_hints
 
 from embedserve import __version__
 from embedserve.config import Config
@@ -39,9 +39,9 @@ def read_config(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Co
     """Flags over variables over defaults. Raises StartError."""
     values: dict[str, Any] = {}
     for item in fields(Config):
-        given = getattr(arguments, item.name, None)
         variable = "EMBEDSERVE_" + item.name.upper()
-        if given is not None:
+        if hasattr(arguments, item.name):  # a flag may say "auto", which is None, over a variable
+            given = getattr(arguments, item.name)
             values[item.name] = tuple(given) if isinstance(given, list) else given
         elif environ.get(variable):
             values[item.name] = _from_text(item, environ[variable], variable)
@@ -59,7 +59,7 @@ def _serve(config: Config) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="embedserve", description="A high-throughput embedding server: gRPC and OpenAI-compatible HTTP."
     )
     parser.add_argument("--version", action="version", version=f"embedserve {__version__}")
@@ -74,20 +74,28 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage around it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(START_ERROR_STATUS, f"embedserve: {message}\n")
+
+
 def _add_flag(parser: argparse.ArgumentParser, item: Field[Any]) -> None:
     flag = "--" + item.name.replace("_", "-")
+    absent = argparse.SUPPRESS
     default = "auto" if item.default is None else item.default
     text = f"{item.metadata['help']} (default: {default})"
     if item.name == "model":
-        parser.add_argument("model", nargs="?", metavar="MODEL", help=item.metadata["help"])
+        parser.add_argument("model", nargs="?", metavar="MODEL", default=absent, help=item.metadata["help"])
     elif item.default is False:
-        parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=item.metadata["help"])
+        parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=absent, help=item.metadata["help"])
     elif item.name == "served_model_name":
-        parser.add_argument(flag, nargs="+", metavar="NAME", help=item.metadata["help"], type=str)
+        parser.add_argument(flag, nargs="+", metavar="NAME", default=absent, help=item.metadata["help"])
     else:
         choices = item.metadata["choices"]
         metavar = "|".join(choices) if choices else _kind(item).__name__.upper()
-        parser.add_argument(flag, type=_reader(item), default=None, metavar=metavar, help=text)
+        parser.add_argument(flag, type=_reader(item), default=absent, metavar=metavar, help=text)
 
 
 def _reader(item: Field[Any]) -> Callable[[str], Any]:

@@ -5,6 +5,7 @@ Knows neither argv nor the environment (cli.py reads those), and nothing of the 
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -62,6 +63,8 @@ class Config:
         for item in fields(self):
             value, least, choices = getattr(self, item.name), item.metadata["least"], item.metadata["choices"]
             flag = "--" + item.name.replace("_", "-")
+            if isinstance(value, float) and not math.isfinite(value):
+                raise StartError(f"{flag} is {value}; it must be a finite number.")
             if value is not None and least is not None and value < least:
                 raise StartError(f"{flag} is {value}; it must be at least {least}.")
             if choices and value not in choices:

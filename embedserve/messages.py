@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 
 from embedserve.model.card import ModelCard
+from embedserve_kernels.output_layout import OutputDtype
 
 TOKEN_DTYPE = np.dtype("<i4")
 
@@ -25,15 +26,19 @@ class Lane(IntEnum):
     BULK = 2
 
 
+# No message of ours comes near it, and no sum of such numbers overflows.
+Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+
+
 class RequestItem(msgspec.Struct, array_like=True, frozen=True):
     """One request of a flush; its rows are the next `rows` lengths, its ids the next `tokens` token ids."""
 
     id: int
     lane: Lane
-    rows: int
-    tokens: int
-    dims: int
-    dtype: int  # OutputDtype
+    rows: Count
+    tokens: Count
+    dims: Count
+    dtype: OutputDtype
     normalize: bool
     enqueued_at: float  # CLOCK_MONOTONIC, seconds; one clock for all processes of a machine
 
@@ -183,8 +188,8 @@ def decode_control(line: bytes) -> Control:
 
 def _check_lengths(requests: list[RequestItem], lengths: np.ndarray, total_tokens: int) -> None:
     """Every request's rows and tokens are those that came, so that slicing by them cannot go astray."""
-    if any(item.rows < 1 for item in requests) or (len(lengths) and int(lengths.min()) < 1):
-        raise MalformedMessage("a request without rows, or an input without tokens")
+    if len(lengths) and int(lengths.min()) < 1:
+        raise MalformedMessage("an input without tokens")
     row_ends = np.cumsum([item.rows for item in requests], dtype=np.int64)
     token_ends = np.cumsum([item.tokens for item in requests], dtype=np.int64)
     announced = (int(row_ends[-1]), int(token_ends[-1])) if requests else (0, 0)

@@ -177,7 +177,9 @@ class Supervisor:
                     self._tell(frontend, UseEngine(address))
             case Serving():
                 child.serving = True
-                if not self._announced and all(frontend.serving for frontend in self._frontends):
+                if not (self._announced or self._stopping.is_set()) and all(
+                    frontend.serving for frontend in self._frontends
+                ):
                     self._announce()
             case Failed(text):
                 self._fail(text) if not self._announced else log.error("%s: %s", child.name, text)

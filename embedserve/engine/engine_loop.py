@@ -15,7 +15,7 @@ from embedserve import metrics
 from embedserve.engine.batcher import Batch, WaitingRoom
 from embedserve.engine.buffers import BufferPool
 from embedserve.engine.outbox import FinishedBatch, Outbox
-from embedserve_kernels.output_layout import OutputDtype, lay_out
+from embedserve_kernels.output_layout import lay_out
 
 if TYPE_CHECKING:
     from embedserve.model.runner import Runner
@@ -56,7 +56,7 @@ class EngineLoop:
         """Tokens of the next batch: what the device does in --max-batch-ms, --max-batch-tokens at most."""
         if self._tokens_per_ms is None:
             return self._max_batch_tokens
-        return max(SPEED_MIN_TOKENS, min(self._max_batch_tokens, int(self._tokens_per_ms * self._max_batch_ms)))
+        return min(self._max_batch_tokens, max(SPEED_MIN_TOKENS, int(self._tokens_per_ms * self._max_batch_ms)))
 
     def launch(self, batch: Batch) -> FinishedBatch:
         launched_at = time.monotonic()
@@ -64,7 +64,7 @@ class EngineLoop:
         layout = lay_out(
             [part.rows for part in parts],
             [part.request.dims for part in parts],
-            [OutputDtype(part.request.dtype) for part in parts],
+            [part.request.dtype for part in parts],
             [part.request.normalize for part in parts],
         )
         buffer = self._buffers.lease(layout.total_bytes)

@@ -17,7 +17,6 @@ from embedserve.engine.batcher import Request, WaitingRoom
 from embedserve.engine.credit import ReplyCredit
 from embedserve.engine.outbox import Outbox, Refused
 from embedserve.messages import MalformedMessage, RequestHeader, decode_requests
-from embedserve_kernels.output_layout import OutputDtype
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +102,7 @@ def _requests(header: RequestHeader, lengths: np.ndarray, token_ids: np.ndarray)
             lengths=lengths[first_row:end_row],
             token_ids=token_ids[first_token:end_token],
             dims=item.dims,
-            dtype=OutputDtype(item.dtype),
+            dtype=item.dtype,
             normalize=item.normalize,
             enqueued_at=item.enqueued_at,
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from dataclasses import dataclass, field
 
@@ -79,8 +80,8 @@ class _Pending:
     vectors: bytearray | None = None  # only when the rows come in several parts
     scales: bytearray | None = None
     nonfinite_rows: list[int] = field(default_factory=list)
-    forward_ms: float = 0.0
-    pack_ms: float = 0.0
+    first_launch_ms: float = math.inf  # after it was sent; of its batches, which may run side by side
+    last_end_ms: float = 0.0
 
 
 class EngineClient:
@@ -288,24 +289,23 @@ class EngineClient:
         if part.scale_offset >= 0:
             scales = payload[part.scale_offset : part.scale_offset + part.rows * 4]
         pending.nonfinite_rows += part.nonfinite_rows
-        pending.forward_ms += header.forward_ms
-        pending.pack_ms += header.pack_ms
+        pending.first_launch_ms = min(pending.first_launch_ms, part.queue_ms)
+        pending.last_end_ms = max(pending.last_end_ms, part.queue_ms + header.forward_ms)
         pending.rows_missing -= part.rows
         self._speed.answered(int(request.lengths[part.first_row : part.first_row + part.rows].sum()))
         if part.rows < request.rows:
             vectors, scales = _gather(pending, part, stride, vectors, scales)
         if pending.rows_missing == 0:
-            queue_ms = max(0.0, part.queue_ms - (pending.forward_ms - header.forward_ms))
             self._finish(
                 pending,
                 EngineReply(
                     vectors,
                     scales,
                     pending.nonfinite_rows,
-                    queue_ms,
-                    pending.forward_ms,
-                    pending.pack_ms,
-                    reply_ms,
+                    queue_ms=pending.first_launch_ms,
+                    forward_ms=pending.last_end_ms - pending.first_launch_ms,
+                    pack_ms=header.pack_ms,
+                    reply_ms=reply_ms,
                 ),
             )
 
@@ -338,7 +338,7 @@ def _item(pending: _Pending) -> RequestItem:
         request.rows,
         len(request.token_ids),
         request.dims,
-        int(request.dtype),
+        request.dtype,
         request.normalize,
         pending.sent_at,
     )

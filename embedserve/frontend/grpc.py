@@ -5,6 +5,7 @@ Handlers take raw bytes and parse inside: the generated servicer would answer UN
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
@@ -21,6 +22,7 @@ from embedserve.v1 import embedding_pb2 as pb
 from embedserve_kernels.output_layout import OutputDtype
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Embedding"].full_name
+FLUSH_S = 0.5
 MESSAGE_OVERHEAD_BYTES = 64 * 1024  # of field tags around a body of --max-body-mb
 
 INPUT_TYPES = {0: None, 1: "query", 2: "document"}
@@ -68,8 +70,13 @@ class GrpcServer:
             await self._health.set(name, status)
 
     async def stop(self, grace_s: float) -> None:
-        """Accept nothing new; what is in flight has `grace_s` seconds."""
+        """Accept nothing new; what is in flight has `grace_s` seconds.
+
+        The last replies may still lie in the transport when gRPC says that it has stopped, and a process that ends
+        then resets their connections.
+        """
         await self._server.stop(grace_s)
+        await asyncio.sleep(FLUSH_S)
 
 
 class _Handlers:

@@ -66,7 +66,7 @@ class EmbedCall:
 
 @dataclass(slots=True)
 class Times:
-    """Milliseconds by stage; the engine's are sums over the batches that a request was spread over."""
+    """Milliseconds by stage. Over several batches, queue ends as the first begins and forward as the last ends."""
 
     tokenize_ms: float = 0.0
     queue_ms: float = 0.0

@@ -32,7 +32,7 @@ from servers import (
     start_server,
 )
 
-from embedserve.frontend.http import EmbeddingsRequest
+from embedserve.frontend.openai import EmbeddingsRequest
 from embedserve.v1 import embedding_pb2 as pb
 
 if TYPE_CHECKING:

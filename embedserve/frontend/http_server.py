@@ -1,0 +1,89 @@
+"""uvicorn as a frontend runs it: on our loop and our sockets, without its signals, with our errors.
+
+Knows the app only as something to serve.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import orjson
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from embedserve.errors import InvalidInput
+from embedserve.frontend.http import make_app
+from embedserve.frontend.openai import error_body
+from embedserve.frontend.service import Service
+
+LISTEN_BACKLOG = 2048
+KEEP_ALIVE_S = 75
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn without its signal handling (the supervisor's) and with events for its two ends."""
+
+    def __init__(self, service: Service, drain_s: float) -> None:
+        super().__init__(
+            uvicorn.Config(
+                make_app(service),
+                http=_Protocol,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=max(1, int(drain_s)),
+            )
+        )
+        self.accepting = asyncio.Event()
+        self._finished = asyncio.Event()
+
+    async def stop(self) -> None:
+        """Accept nothing new; returns when what is in flight is answered, or its time is over."""
+        self.should_exit = True
+        await self._finished.wait()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.accepting.set()
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        try:
+            await super().serve(sockets)
+        finally:
+            self._finished.set()
+
+
+class _Protocol(HttpToolsProtocol):
+    """uvicorn's, with our error body for what is not HTTP at all."""
+
+    def send_400_response(self, msg: str) -> None:
+        error = InvalidInput(f"{msg.rstrip('.')}: the bytes on this connection are not an HTTP/1.1 request.")
+        body = orjson.dumps(error_body(error))
+        self.transport.write(
+            b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
+            b"content-length: %d\r\n\r\n%b" % (len(body), body)
+        )
+        self.transport.close()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket beside those of the other frontends; the supervisor has reserved the port for us."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    sock.bind((host, port))
+    sock.listen(LISTEN_BACKLOG)
+    sock.setblocking(False)
+    return sock
