@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from embedserve.errors import StartError
@@ -31,7 +32,7 @@ class Config:
     http_port: int = setting(8080, "port of the OpenAI-compatible endpoint; 0 takes a free one", least=0)
     grpc_port: int = setting(50051, "port of the gRPC endpoint; 0 takes a free one", least=0)
     frontends: int | None = setting(None, "frontend processes; auto is one per four cores, at most four", least=1)
-    device: str = setting("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
+    device: str = setting("auto", "where the model runs", choices=("auto", "cpu"))
     dtype: str = setting(
         "auto",
         "of weights and forward; auto is bfloat16 where the device computes in it, else float32",
@@ -42,9 +43,15 @@ class Config:
         None, "forward passes side by side on a CPU; auto is one per thread for small models, else one", least=1
     )
     served_model_name: tuple[str, ...] = setting((), "names that requests may ask for; auto is the model's own")
-    max_batch_tokens: int | None = setting(None, "tokens in one forward, at most", least=1)
-    max_batch_ms: float | None = setting(None, "time of one forward, at most, by its measured speed", least=1)
-    max_queued_tokens: int | None = setting(None, "tokens waiting or running, all frontends together", least=1)
+    max_batch_tokens: int | None = setting(
+        None, f"tokens in one forward, at most; auto is {AUTO_MAX_BATCH_TOKENS}", least=1
+    )
+    max_batch_ms: float | None = setting(
+        None, f"time of one forward, at most, by its measured speed; auto is {AUTO_MAX_BATCH_MS:g}", least=1
+    )
+    max_queued_tokens: int | None = setting(
+        None, f"tokens waiting or running, all frontends together; auto is {AUTO_MAX_QUEUED_TOKENS}", least=1
+    )
     max_input_tokens: int | None = setting(None, "tokens of one input; auto is the model's own limit", least=3)
     max_inputs: int = setting(2048, "inputs in one request", least=1)
     max_body_mb: float = setting(32, "size of one request, in MB (10^6 bytes)", least=0.001)
@@ -102,5 +109,10 @@ class Config:
 
 
 def available_cores() -> int:
-    """Cores this process may run on (its affinity mask, which containers set)."""
-    return len(os.sched_getaffinity(0))
+    """Cores this process may use: its affinity mask, or fewer where the control group has a quota (docker --cpus)."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))

@@ -6,6 +6,7 @@ EmbedserveError
 │   ├── InputTooLong                   code context_length_exceeded
 │   ├── InvalidTokenId                 code invalid_token_id
 │   └── TokenIdsRefused                code token_ids_refused
+├── BodyTimeout                   408  DEADLINE_EXCEEDED
 ├── BodyTooLarge                  413  RESOURCE_EXHAUSTED (no pushback: do not retry)
 ├── NonfiniteOutput               422  INTERNAL
 ├── ModelNotFound                 404  NOT_FOUND
@@ -60,6 +61,12 @@ class InvalidTokenId(BadRequest):
 
 class TokenIdsRefused(BadRequest):
     code = "token_ids_refused"
+
+
+class BodyTimeout(BadRequest):
+    http_status = 408
+    grpc_code = "DEADLINE_EXCEEDED"
+    code = "body_timeout"
 
 
 class BodyTooLarge(BadRequest):

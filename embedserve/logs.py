@@ -53,8 +53,6 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        if record.exc_text:
-            line["exception"] = record.exc_text
         return json.dumps(line, ensure_ascii=False)
 
 

@@ -74,7 +74,8 @@ class Refusal(msgspec.Struct, array_like=True, frozen=True):
 
 
 class ReplyHeader(msgspec.Struct, array_like=True, frozen=True):
-    frontend: str
+    """Without parts and refusals it is the answer to a frontend's greeting."""
+
     incarnation: int
     sent_at: float  # CLOCK_MONOTONIC, seconds
     forward_ms: float = 0.0
@@ -90,8 +91,6 @@ class EngineAddress(msgspec.Struct, frozen=True):
     requests: str  # ipc://…
     replies: str
     card: ModelCard
-    max_batch_tokens: int
-    pid: int
 
 
 # The control channel between the supervisor and its children: one JSON object a line.
@@ -101,6 +100,12 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     """From an engine: a forward has succeeded."""
 
     engine: EngineAddress
+
+
+class Alive(msgspec.Struct, tag="alive", frozen=True):
+    """From an engine every second, and on to every frontend: how long one of its loops has been busy with one thing."""
+
+    busy_s: float
 
 
 class Serving(msgspec.Struct, tag="serving", frozen=True):
@@ -135,7 +140,7 @@ class Drain(msgspec.Struct, tag="drain", frozen=True):
     """To a frontend: stop accepting, finish what is in flight, exit."""
 
 
-Control = Ready | Serving | Failed | UseEngine | EngineLost | FrontendLost | Drain
+Control = Ready | Alive | Serving | Failed | UseEngine | EngineLost | FrontendLost | Drain
 
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder = msgspec.msgpack.Decoder(RequestHeader)

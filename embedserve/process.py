@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import IO, Any
 
 import msgspec
@@ -37,6 +38,7 @@ class ChildSpec(msgspec.Struct, frozen=True):
     run_dir: str  # private (0700); holds the sockets
     parent_pid: int
     control_fd: int
+    host: str  # an address, resolved
     http_port: int
     grpc_port: int
 
@@ -65,7 +67,8 @@ def enter_child(role: str) -> tuple[ChildSpec, ControlChannel]:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != spec.parent_pid:
         sys.exit(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the supervisor alone answers it
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # they may reach the whole group; the supervisor alone answers them
     setproctitle.setproctitle(f"embedserve: {role} {spec.number}")
     start_logging(spec.config.log_format, spec.name)
     return spec, ControlChannel(socket.socket(fileno=spec.control_fd))
@@ -89,15 +92,30 @@ class ControlChannel:
         self._received = b""
 
     def send(self, message: Control) -> None:
-        self.socket.sendall(encode_control(message))
+        with suppress(ConnectionError):  # the supervisor is gone, as the next receive will say
+            self.socket.sendall(encode_control(message))
 
     def receive(self) -> list[Control] | None:
         """Read once (the socket is readable) and return the whole messages so far; None at the end of file."""
-        chunk = self.socket.recv(1 << 16)
+        try:
+            chunk = self.socket.recv(1 << 16)
+        except ConnectionError:
+            chunk = b""
         if not chunk:
             return None
         *lines, self._received = (self._received + chunk).split(b"\n")
         return [decode_control(line) for line in lines]
+
+
+@contextmanager
+def naming_threads(name: str) -> Iterator[None]:
+    """Threads that libraries start in this block are called so: a thread inherits the name of the one it comes from."""
+    own = threading.current_thread().name
+    setproctitle.setthreadtitle(name)
+    try:
+        yield
+    finally:
+        setproctitle.setthreadtitle(own)
 
 
 class NamedThread(threading.Thread):
@@ -118,11 +136,14 @@ class NamedThread(threading.Thread):
             self._ended(self.name, None)
 
 
-def wait_readable(*sources: Any) -> Iterator[Any]:
-    """Yield each source (a socket or descriptor) whenever it is readable; blocks between."""
+def wait_readable(*sources: Any, every_s: float) -> Iterator[Any]:
+    """Yield each source (a socket or descriptor) whenever it is readable, and None when none was for `every_s`."""
     with selectors.DefaultSelector() as selector:
         for source in sources:
             selector.register(source, selectors.EVENT_READ)
         while True:
-            for key, _ in selector.select():
+            ready = selector.select(every_s)
+            for key, _ in ready:
                 yield key.fileobj
+            if not ready:
+                yield None

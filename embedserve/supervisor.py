@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from embedserve.config import Config, available_cores
 from embedserve.errors import StartError
 from embedserve.logs import start_logging
 from embedserve.messages import (
+    Alive,
     Control,
     Drain,
     EngineAddress,
@@ -44,6 +46,7 @@ FRONTEND_MODULE = "embedserve.frontend.main"
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 10.0
 STEADY_S = 60.0  # a child that lived so long starts with the first backoff again
 CONTROL_LINE_BYTES = 1 << 20
+MAX_SOCKET_DIRECTORY_CHARS = 80  # a socket's path must stay under 108 bytes
 KILL_AFTER_S = 5.0  # beyond --drain-s
 
 
@@ -51,12 +54,13 @@ def serve(config: Config) -> int:
     """Run the server until SIGTERM or SIGINT; returns the exit status. Raises StartError when it cannot start."""
     start_logging(config.log_format, "supervisor")
     reservations = [reserve_port(config.host, config.http_port), reserve_port(config.host, config.grpc_port)]
-    http_port, grpc_port = (sock.getsockname()[1] for sock in reservations)
-    run_dir = tempfile.mkdtemp(prefix="embedserve-")  # 0700
+    host, http_port, *_ = reservations[0].getsockname()
+    grpc_port = reservations[1].getsockname()[1]
+    run_dir = _private_directory()
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = run_dir + "/metrics"
     Path(os.environ["PROMETHEUS_MULTIPROC_DIR"]).mkdir()
     try:
-        return asyncio.run(Supervisor(config, run_dir, http_port, grpc_port).run())
+        return asyncio.run(Supervisor(config, run_dir, host, http_port, grpc_port).run())
     finally:
         shutil.rmtree(run_dir, ignore_errors=True)
         for sock in reservations:
@@ -86,6 +90,15 @@ def reserve_port(host: str, port: int) -> socket.socket:
     return sock
 
 
+def _private_directory() -> str:
+    """A new directory that only we may enter, with a path short enough for the sockets in it."""
+    directory = tempfile.mkdtemp(prefix="embedserve-")
+    if len(directory) <= MAX_SOCKET_DIRECTORY_CHARS:
+        return directory
+    os.rmdir(directory)
+    return tempfile.mkdtemp(prefix="embedserve-", dir="/tmp")
+
+
 @dataclass
 class Child:
     """One slot: the engine, or a frontend by its index. A slot outlives the processes that fill it."""
@@ -100,9 +113,13 @@ class Child:
 
 
 class Supervisor:
-    def __init__(self, config: Config, run_dir: str, http_port: int, grpc_port: int) -> None:
+    def __init__(self, config: Config, run_dir: str, host: str, http_port: int, grpc_port: int) -> None:
+        from embedserve import metrics  # only now is PROMETHEUS_MULTIPROC_DIR set
+
+        self._metrics = metrics
         self._config = config
         self._run_dir = run_dir
+        self._host = host
         self._http_port = http_port
         self._grpc_port = grpc_port
         self._engine = Child(ENGINE_MODULE, 0)
@@ -118,6 +135,8 @@ class Supervisor:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stopping.set)
         slots = [asyncio.create_task(self._keep(child)) for child in (self._engine, *self._frontends)]
+        for slot in slots:
+            slot.add_done_callback(self._slot_ended)
         await self._stopping.wait()
         await self._stop(slots)
         if self._failure is not None:
@@ -129,8 +148,9 @@ class Supervisor:
         while not self._stopping.is_set():
             started = time.monotonic()
             reader = await self._start(child)
-            async for line in reader:
-                self._hear(child, decode_control(line))
+            with suppress(ConnectionError):  # a child that dies with a message unread resets the channel
+                async for line in reader:
+                    self._hear(child, decode_control(line))
             assert child.process is not None
             status = await asyncio.to_thread(child.process.wait)  # its channel is closed: it is ending
             self._lost(child)
@@ -143,6 +163,12 @@ class Supervisor:
             log.error("%s ended with status %s; starting another in %.1f s", child.name, status, child.backoff_s)
             await asyncio.sleep(child.backoff_s)
             child.backoff_s = min(MAX_BACKOFF_S, 2 * child.backoff_s)
+
+    def _slot_ended(self, slot: asyncio.Task[None]) -> None:
+        """A slot ends with the server. Should it fail, the server is stopped rather than left without a part."""
+        if not slot.cancelled() and (error := slot.exception()) is not None:
+            log.critical("the supervisor failed", exc_info=error)
+            self._fail(f"the supervisor failed: {error!r}")
 
     async def _start(self, child: Child) -> asyncio.StreamReader:
         if child is self._engine:
@@ -160,6 +186,7 @@ class Supervisor:
             run_dir=self._run_dir,
             parent_pid=os.getpid(),
             control_fd=-1,
+            host=self._host,
             http_port=self._http_port,
             grpc_port=self._grpc_port,
         )
@@ -175,21 +202,21 @@ class Supervisor:
                 self._address = address
                 for frontend in self._frontends:
                     self._tell(frontend, UseEngine(address))
+            case Alive():
+                for frontend in self._frontends:
+                    self._tell(frontend, message)
             case Serving():
                 child.serving = True
-                if not (self._announced or self._stopping.is_set()) and all(
-                    frontend.serving for frontend in self._frontends
-                ):
+                settled = self._announced or self._stopping.is_set()
+                if not settled and all(frontend.serving for frontend in self._frontends):
                     self._announce()
             case Failed(text):
                 self._fail(text) if not self._announced else log.error("%s: %s", child.name, text)
 
     def _lost(self, child: Child) -> None:
         """Tell the others what they must know of a child that ended, and let its gauges go."""
-        from embedserve import metrics  # after PROMETHEUS_MULTIPROC_DIR is set
-
         assert child.process is not None
-        metrics.forget_process(child.process.pid)
+        self._metrics.forget_process(child.process.pid)
         if child.writer is not None:
             child.writer.close()
             child.writer = None
@@ -197,7 +224,7 @@ class Supervisor:
         if child is self._engine:
             self._address = None
             if not self._stopping.is_set():
-                metrics.ENGINE_RESTARTS.inc()
+                self._metrics.ENGINE_RESTARTS.inc()
             for frontend in self._frontends:
                 self._tell(frontend, EngineLost(child.number))
         else:
@@ -207,12 +234,15 @@ class Supervisor:
         assert self._address is not None
         self._announced = True
         card = self._address.card
-        host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
-        print(
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        line = (
             f"embedserve {__version__} is ready: {card.name}, {card.dims} dimensions, {card.dtype} on {card.device}, "
-            f"at http://{host}:{self._http_port} and grpc {host}:{self._grpc_port}",
-            flush=True,
+            f"at http://{host}:{self._http_port} and grpc {host}:{self._grpc_port}"
         )
+        try:
+            print(line, flush=True)
+        except OSError:  # nobody reads our standard output
+            log.info(line)
 
     def _fail(self, message: str) -> None:
         self._failure = self._failure or message
@@ -247,6 +277,9 @@ def engine_environment(threads: int) -> dict[str, str]:
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",
+        "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+        "MALLOC_TRIM_THRESHOLD_": str(256 << 20),
+        "MALLOC_TOP_PAD_": str(16 << 20),
         "TOKENIZERS_PARALLELISM": "false",
     }
 

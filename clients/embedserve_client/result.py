@@ -15,7 +15,8 @@ from embedserve_kernels.output_layout import NUMPY_DTYPES, OutputDtype, row_byte
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Milliseconds in each stage of the server. A request spread over several batches has their sums."""
+    """Milliseconds in each stage of the server. Over several batches, queue ends as the first begins and
+    forward as the last ends."""
 
     tokenize_ms: float
     queue_ms: float
@@ -38,8 +39,8 @@ class InputFailure:
 class EmbedResult:
     """The answer to one request. Arrays are read-only views of the reply's bytes.
 
-    `vectors` is [inputs, dims], or [inputs, dims / 8] for the binary forms. Only an int8 reply has `scales`, [inputs]
-    float32: a vector is approximately `vectors * scales[:, None]`.
+    `vectors` is [inputs, dims], or [inputs, dims / 8 rounded up] for the binary forms. Only an int8 reply has
+    `scales`, [inputs] float32: a vector is approximately `vectors * scales[:, None]`.
     """
 
     vectors: np.ndarray

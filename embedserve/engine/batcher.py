@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -85,7 +84,6 @@ class Batch:
 
     parts: list[Part]
     tokens: int
-    taken_at: float
 
     @property
     def rows(self) -> int:
@@ -137,7 +135,7 @@ class Batcher:
     def __len__(self) -> int:
         return sum(len(waiting) for waiting in self._lanes.values())
 
-    def next_batch(self, now: float, budget: int) -> Batch | None:
+    def next_batch(self, budget: int) -> Batch | None:
         """At most `budget` tokens (more only for one input that is larger by itself), or None when nothing waits."""
         parts: list[Part] = []
         room = budget
@@ -154,7 +152,7 @@ class Batcher:
         due = max(due - surplus, min(due, -self._bulk_share * budget))
         self._bulk_due = due if self._lanes[Lane.BULK] else min(due, 0.0)  # a lane that empties is owed nothing more
         parts.sort(key=lambda part: (part.request.frontend, part.request.id, part.first_row))
-        return Batch(_joined(parts), budget - room, now)
+        return Batch(_joined(parts), budget - room)
 
     def _take(self, lane: Lane, room: int, parts: list[Part], *, at_least: float) -> int:
         """Move rows of `lane` into `parts`, oldest first, until `at_least` tokens are taken or `room` is full."""
@@ -224,7 +222,7 @@ class WaitingRoom:
         """Block until work waits, then cut a batch of at most `budget` tokens. None when the room is closed."""
         with self._lock:
             while not self._closed:
-                batch = self._batcher.next_batch(time.monotonic(), budget)
+                batch = self._batcher.next_batch(budget)
                 if batch is not None:
                     self._observe(self._batcher)
                     if len(self._batcher):

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-import setproctitle
+from typing import TYPE_CHECKING, NoReturn
 
 from embedserve import __version__, metrics
 from embedserve.config import available_cores
@@ -26,8 +23,16 @@ from embedserve.engine.outbox import Outbox
 from embedserve.engine.output_loop import OutputLoop
 from embedserve.errors import StartError
 from embedserve.logs import stop_logging
-from embedserve.messages import EngineAddress, Failed, FrontendLost, Lane, Ready
-from embedserve.process import ChildSpec, ControlChannel, NamedThread, enter_child, settle_memory, wait_readable
+from embedserve.messages import Alive, EngineAddress, Failed, FrontendLost, Lane, Ready
+from embedserve.process import (
+    ChildSpec,
+    ControlChannel,
+    NamedThread,
+    enter_child,
+    naming_threads,
+    settle_memory,
+    wait_readable,
+)
 from embedserve_kernels.output_layout import OutputDtype, row_bytes
 
 if TYPE_CHECKING:
@@ -37,6 +42,8 @@ log = logging.getLogger(__name__)
 
 SWITCH_INTERVAL_S = 0.0005  # the three loops hand the GIL over sooner than Python's 5 ms
 MAX_RING_BUFFER_BYTES = 64 * 1024 * 1024
+ALIVE_EVERY_S = 1.0
+STOP_WITHIN_S = 2.0
 SPARE_BUFFERS = 2  # in the ring beyond those in flight: being sent while the next is written
 
 
@@ -55,19 +62,23 @@ class Engine:
         self._waiting_room = WaitingRoom(config.queued_tokens_limit, observe=_observe_queue)
         self._credit = ReplyCredit()
         self._events_fd = os.eventfd(0, os.EFD_CLOEXEC)  # written when the model is loaded and when a thread ends
-        self._never_fd = os.eventfd(0, os.EFD_CLOEXEC)  # IpcLoop's stop signal; here the process just exits
+        self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC)  # ends IpcLoop
+        self._loops: list[IpcLoop | EngineLoop | OutputLoop] = []
+        self._threads: list[NamedThread] = []
         self._ended: list[tuple[str, BaseException | None]] = []
         self._runner: Runner | None = None
 
     def run(self) -> None:
         self._start("EngineLoop", self._load_and_run)
-        for source in wait_readable(self._control.socket, self._events_fd):
+        for source in wait_readable(self._control.socket, self._events_fd, every_s=ALIVE_EVERY_S):
             if source is self._control.socket:
                 self._obey()
-            else:
+            elif source == self._events_fd:
                 os.eventfd_read(self._events_fd)
                 self._check_threads()
                 self._serve()
+            elif self._loops:
+                self._control.send(Alive(self._longest_busy_s()))
 
     def _serve(self) -> None:
         """The model is loaded: open the sockets and say so. Called once."""
@@ -78,8 +89,6 @@ class Engine:
             requests=f"ipc://{spec.run_dir}/e{spec.number}.req",
             replies=f"ipc://{spec.run_dir}/e{spec.number}.rep",
             card=card,
-            max_batch_tokens=self._max_batch_tokens,
-            pid=os.getpid(),
         )
         ipc_loop = IpcLoop(
             address.requests,
@@ -88,21 +97,21 @@ class Engine:
             waiting_room=self._waiting_room,
             outbox=self._outbox,
             credit=self._credit,
-            stop_fd=self._never_fd,
+            stop_fd=self._stop_fd,
         )
         output_loop = OutputLoop(address.replies, incarnation=spec.number, outbox=self._outbox, credit=self._credit)
         self._start("IpcLoop", ipc_loop.run)
         self._start("OutputLoop", output_loop.run)
+        self._loops += [ipc_loop, output_loop]
         for _ in range(1, self._runner.forwards):
             self._start("forward", self._make_engine_loop(self._runner).run)
         settle_memory()
         self._control.send(Ready(address))
 
     def _load_and_run(self) -> None:
-        """On EngineLoop, because loading runs parallel operations: libgomp's workers inherit this thread's name."""
-        setproctitle.setthreadtitle("forward")
-        runner = self._load()
-        setproctitle.setthreadtitle("EngineLoop")
+        """On EngineLoop, because loading runs parallel operations, and libgomp keeps a pool for each thread that does."""
+        with naming_threads("forward"):
+            runner = self._load()
         rows = max(1, self._max_batch_tokens // 2)  # an input has at least its special tokens
         buffer_bytes = min(rows * (row_bytes(runner.card.dims, OutputDtype.FLOAT32) + 1), MAX_RING_BUFFER_BYTES)
         self._buffers = BufferPool(
@@ -142,7 +151,7 @@ class Engine:
         return runner
 
     def _make_engine_loop(self, runner: Runner) -> EngineLoop:
-        return EngineLoop(
+        loop = EngineLoop(
             runner,
             buffers=self._buffers,
             waiting_room=self._waiting_room,
@@ -150,16 +159,20 @@ class Engine:
             max_batch_tokens=self._max_batch_tokens,
             max_batch_ms=self._spec.config.batch_ms_limit,
         )
+        self._loops.append(loop)
+        return loop
 
     def _start(self, name: str, run: Callable[[], None]) -> None:
-        NamedThread(name, run, self._thread_ended).start()
+        thread = NamedThread(name, run, self._thread_ended)
+        self._threads.append(thread)
+        thread.start()
 
     def _thread_ended(self, name: str, error: BaseException | None) -> None:
         self._ended.append((name, error))
         os.eventfd_write(self._events_fd, 1)
 
     def _check_threads(self) -> None:
-        """Any of the three ending is the end of the process: its waiting callers are better told at once."""
+        """Any of them ending is the end of the process: its waiting callers are better told at once."""
         for name, error in self._ended:
             if isinstance(error, StartError):
                 self._control.send(Failed(str(error)))
@@ -170,14 +183,28 @@ class Engine:
     def _obey(self) -> None:
         messages = self._control.receive()
         if messages is None:  # the supervisor is gone, or wants us to go
-            self._exit(0)
+            self._stop()
         for message in messages or []:
             if isinstance(message, FrontendLost):
-                freed = self._waiting_room.cancel_frontend(message.frontend)
-                metrics.CANCELLED.inc(freed)
-                self._credit.forget(message.frontend)
+                metrics.CANCELLED.inc(self._waiting_room.cancel_frontend(message.frontend))
 
-    def _exit(self, status: int) -> None:
+    def _longest_busy_s(self) -> float:
+        """0 while every loop waits for work."""
+        since = [loop.busy_since for loop in self._loops]
+        return max((time.monotonic() - moment for moment in since if moment is not None), default=0.0)
+
+    def _stop(self) -> NoReturn:
+        """Every loop ends after what it is doing; one that does not is left behind."""
+        self._waiting_room.close()
+        if self._runner is not None:
+            self._outbox.close()
+        os.eventfd_write(self._stop_fd, 1)
+        deadline = time.monotonic() + STOP_WITHIN_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        self._exit(0)
+
+    def _exit(self, status: int) -> NoReturn:
         """Without waiting for threads that may sit in C code; the log is flushed."""
         stop_logging()
         os._exit(status)
@@ -194,5 +221,4 @@ def _observe_queue(batcher: Batcher) -> None:
 _MONOTONIC_TO_UNIX_S = time.time() - time.monotonic()
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     main()

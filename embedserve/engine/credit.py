@@ -1,6 +1,7 @@
 """How many reply bytes each frontend has been sent and has not yet said it received.
 
-Shared by two threads without a lock: each number has one writer (OutputLoop sends, IpcLoop hears what arrived).
+Shared by two threads without a lock: OutputLoop alone writes what was sent, IpcLoop what was received. The numbers of
+a frontend that is gone stay (its name never comes again): a few bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,3 @@ class ReplyCredit:
 
     def received(self, frontend: str, total_bytes: int) -> None:
         self._received[frontend] = total_bytes
-
-    def forget(self, frontend: str) -> None:
-        self._sent.pop(frontend, None)
-        self._received.pop(frontend, None)

@@ -1,4 +1,4 @@
-"""EngineLoop: takes a batch from the waiting room, launches its forward pass, hands it to the outbox.
+"""EngineLoop: takes a batch from the waiting room, runs its forward pass, hands it to the outbox.
 
 It touches no socket and no per-request protocol object. On a CPU several of them may run side by side.
 """
@@ -44,6 +44,7 @@ class EngineLoop:
         self._max_batch_tokens = max_batch_tokens
         self._max_batch_ms = max_batch_ms
         self._tokens_per_ms: float | None = None
+        self.busy_since: float | None = None  # CLOCK_MONOTONIC, seconds; read by whoever watches for a stuck loop
 
     def run(self) -> None:
         self._runner.enter_thread()
@@ -58,7 +59,7 @@ class EngineLoop:
             return self._max_batch_tokens
         return min(self._max_batch_tokens, max(SPEED_MIN_TOKENS, int(self._tokens_per_ms * self._max_batch_ms)))
 
-    def launch(self, batch: Batch) -> FinishedBatch:
+    def run_forward(self, batch: Batch) -> FinishedBatch:
         launched_at = time.monotonic()
         parts = batch.parts
         layout = lay_out(
@@ -68,26 +69,28 @@ class EngineLoop:
             [part.request.normalize for part in parts],
         )
         buffer = self._buffers.lease(layout.total_bytes)
-        launched = self._runner.launch(
+        self._runner.launch(
             np.concatenate([part.token_ids for part in parts]),
             np.concatenate([part.lengths for part in parts]),
             layout.table,
             buffer,
         )
-        return FinishedBatch(batch, layout, buffer, launched, launched_at)
+        return FinishedBatch(batch, layout, buffer, launched_at, time.monotonic())
 
     def _step(self) -> bool:
         """One batch, in a call of its own: no name may keep a buffer's lease while the next batch is waited for."""
         batch = self._waiting_room.take(self.budget())  # blocks until work waits; None when closed
         if batch is None:
             return False
-        finished = self.launch(batch)
+        self.busy_since = time.monotonic()
+        finished = self.run_forward(batch)
         self._measure(finished)
-        self._outbox.put(finished)  # blocks while as many as the device may hold are in flight
+        self._outbox.put(finished)  # blocks while OutputLoop has not taken those before
+        self.busy_since = None
         return True
 
     def _measure(self, finished: FinishedBatch) -> None:
-        now = time.monotonic()
+        now = finished.ended_at
         waiting_since = min(part.request.enqueued_at for part in finished.batch.parts)
         starved_s = max(0.0, finished.launched_at - max(self._idle_since, waiting_since))
         metrics.ENGINE_STARVED.inc(starved_s / self._runner.forwards)

@@ -42,6 +42,7 @@ class IpcLoop:
         self._outbox = outbox
         self._credit = credit
         self._stop_fd = stop_fd
+        self.busy_since: float | None = None  # CLOCK_MONOTONIC, seconds; read by whoever watches for a stuck loop
 
     def run(self) -> None:
         socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
@@ -53,8 +54,9 @@ class IpcLoop:
             poller.register(self._stop_fd, zmq.POLLIN)
             busy = metrics.THREAD_BUSY.labels("IpcLoop")
             while self._stop_fd not in dict(poller.poll()):  # the only place that blocks
-                woken = time.monotonic()
+                self.busy_since = woken = time.monotonic()
                 self._drain(socket)
+                self.busy_since = None
                 busy.inc(time.monotonic() - woken)
 
     def _drain(self, socket: zmq.Socket[bytes]) -> None:
@@ -80,14 +82,18 @@ class IpcLoop:
             self._add(_requests(header, lengths, token_ids), token_ids)
 
     def _add(self, requests: list[Request], token_ids: np.ndarray) -> None:
-        if int(token_ids.min()) < 0 or int(token_ids.max()) >= self._vocab_size:
+        if not self._in_vocabulary(token_ids):
             message = f"token ids outside the vocabulary of {self._vocab_size} reached the engine"
-            self._outbox.post([Refused(request, message, overloaded=False) for request in requests])
-            return
+            bad = [request for request in requests if not self._in_vocabulary(request.token_ids)]
+            self._outbox.post([Refused(request, message, overloaded=False) for request in bad])
+            requests = [request for request in requests if request not in bad]
         full = self._waiting_room.add(requests)
         if full:
             message = "the engine's queue is full; send again later"
             self._outbox.post([Refused(request, message, overloaded=True) for request in full])
+
+    def _in_vocabulary(self, token_ids: np.ndarray) -> bool:
+        return int(token_ids.min()) >= 0 and int(token_ids.max()) < self._vocab_size
 
 
 def _requests(header: RequestHeader, lengths: np.ndarray, token_ids: np.ndarray) -> list[Request]:

@@ -1,4 +1,4 @@
-"""The outbox: finished batches and refusals on their way to OutputLoop, bounded by the batches in flight.
+"""The outbox: finished batches and refusals on their way to OutputLoop, bounded by the forwards that fill it.
 
 Knows neither tensors nor sockets; its wake-up is a file descriptor, for OutputLoop waits on its socket too.
 """
@@ -9,7 +9,6 @@ import os
 import threading
 from collections import deque
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -17,21 +16,13 @@ from embedserve.engine.batcher import Batch, Request
 from embedserve_kernels.output_layout import OutputLayout
 
 
-class Launched(Protocol):
-    """A forward on its way. Two kinds: done when launched (CPU), and behind an event (CUDA)."""
-
-    def wait(self) -> None:
-        """Block until the output buffer holds the batch's bytes."""
-        ...
-
-
 @dataclass(slots=True)
 class FinishedBatch:
     batch: Batch
     layout: OutputLayout
     buffer: np.ndarray  # uint8 [layout.total_bytes], on lease
-    launched: Launched
-    launched_at: float
+    launched_at: float  # CLOCK_MONOTONIC, seconds
+    ended_at: float
 
 
 @dataclass(slots=True)
@@ -65,16 +56,15 @@ class Outbox:
             self._refused += refused
         os.eventfd_write(self.wake_fd, 1)
 
-    def take(self) -> tuple[list[FinishedBatch], list[Refused]]:
+    def take(self) -> tuple[deque[FinishedBatch], list[Refused]]:
         """Everything that waits; never blocks. Clears the wake-up first, so that nothing put meanwhile is missed."""
         try:
             os.eventfd_read(self.wake_fd)
         except BlockingIOError:
-            return [], []
+            return deque(), []
         with self._taken:
-            batches, refused = list(self._batches), self._refused
-            self._batches.clear()
-            self._refused = []
+            batches, self._batches = self._batches, deque()
+            refused, self._refused = self._refused, []
             self._taken.notify_all()
         return batches, refused
 

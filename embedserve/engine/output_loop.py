@@ -1,4 +1,4 @@
-"""OutputLoop: waits until a batch's bytes are in host memory and sends each frontend its part as one zero-copy frame.
+"""OutputLoop: sends each frontend its part of a finished batch as one zero-copy frame.
 
 Owns the reply socket; numpy only. Knows nothing of the model.
 """
@@ -11,11 +11,13 @@ from itertools import groupby
 
 import numpy as np
 import zmq
+from zmq.utils import garbage
 
 from embedserve import metrics
 from embedserve.engine.credit import ReplyCredit
 from embedserve.engine.outbox import FinishedBatch, Outbox, Refused
 from embedserve.messages import Refusal, ReplyHeader, ReplyPart, encode_reply
+from embedserve.process import naming_threads
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +30,12 @@ class OutputLoop:
         self._incarnation = incarnation
         self._outbox = outbox
         self._credit = credit
+        self.busy_since: float | None = None  # CLOCK_MONOTONIC, seconds; read by whoever watches for a stuck loop
 
     def run(self) -> None:
+        if not garbage.gc.is_alive():
+            with naming_threads("zmq-release"):
+                garbage.gc.start()  # pyzmq's thread that lets go of frames once sent; else it would be named as we are
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         with self._socket:
             self._socket.setsockopt(zmq.SNDHWM, 0)  # it counts messages; the bound is credit in bytes
@@ -43,12 +49,13 @@ class OutputLoop:
             busy = metrics.THREAD_BUSY.labels("OutputLoop")
             while not self._outbox.closed:
                 poller.poll()  # the only place that blocks
-                woken = time.monotonic()
+                self.busy_since = woken = time.monotonic()
                 self._welcome_frontends()
                 batches, refused = self._outbox.take()
                 while batches:
-                    self._send_batch(batches.pop(0))
+                    self._send_batch(batches.popleft())  # and forget it: its buffer's lease ends when it is sent
                 self._send_refusals(refused)
+                self.busy_since = None
                 busy.inc(time.monotonic() - woken)
 
     def _welcome_frontends(self) -> None:
@@ -61,8 +68,7 @@ class OutputLoop:
             self._send(frontend.decode("ascii", "replace"))
 
     def _send_batch(self, finished: FinishedBatch) -> None:
-        finished.launched.wait()
-        ready_at = time.monotonic()
+        taken_at = time.monotonic()
         bad_rows = _nonfinite_rows(finished)
         parts = enumerate(finished.batch.parts)
         for frontend, numbered in groupby(parts, key=lambda pair: pair[1].request.frontend):
@@ -78,8 +84,8 @@ class OutputLoop:
             self._send(
                 frontend,
                 payload,
-                forward_ms=(ready_at - finished.launched_at) * 1000,
-                pack_ms=(time.monotonic() - ready_at) * 1000,
+                forward_ms=(finished.ended_at - finished.launched_at) * 1000,
+                pack_ms=(time.monotonic() - taken_at) * 1000,
                 parts=reply_parts,
             )
 
@@ -99,9 +105,7 @@ class OutputLoop:
         parts: list[ReplyPart] | None = None,
         refusals: list[Refusal] | None = None,
     ) -> None:
-        header = ReplyHeader(
-            frontend, self._incarnation, time.monotonic(), forward_ms, pack_ms, parts or [], refusals or []
-        )
+        header = ReplyHeader(self._incarnation, time.monotonic(), forward_ms, pack_ms, parts or [], refusals or [])
         frames: list[bytes | zmq.Frame] = [frontend.encode(), encode_reply(header)]
         if payload is not None:
             frames.append(zmq.Frame(payload, copy=payload.nbytes < zmq.COPY_THRESHOLD))
@@ -110,7 +114,6 @@ class OutputLoop:
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            self._credit.forget(frontend)
             log.warning("frontend %s is gone; its replies are dropped", frontend)
             return
         if payload is not None:

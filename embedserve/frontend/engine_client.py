@@ -33,6 +33,7 @@ from embedserve_kernels.output_layout import OutputDtype, row_bytes
 log = logging.getLogger(__name__)
 
 REPLIES_PER_TURN = 16  # then other callbacks of the loop get theirs
+SPEED_WINDOW_S = 1.0
 MIN_RETRY_S, MAX_RETRY_S = 0.05, 30.0
 
 
@@ -101,7 +102,8 @@ class EngineClient:
         self._received_bytes = 0
         self._acknowledged_bytes = 0
         self._speed = _Speed()
-        self._last_answer_at = time.monotonic()
+        self._alive_at = time.monotonic()
+        self._busy_s = 0.0
         self._address: EngineAddress | None = None
         self._connected = False
         self._requests: zmq.Socket[bytes] | None = None
@@ -113,6 +115,7 @@ class EngineClient:
         self.disconnect()
         self._address = address
         self._received_bytes = self._acknowledged_bytes = 0
+        self.heard_alive(0.0)
         self._welcomed.clear()
         self._requests = self._socket(address.requests)
         self._replies = self._socket(address.replies)
@@ -142,15 +145,17 @@ class EngineClient:
     def incarnation(self) -> int:
         return self._address.incarnation if self._address else 0
 
-    def silent_for(self) -> float:
-        """Seconds in which work waited and nothing was answered; 0 when nothing waits."""
-        if not self._pending:
-            return 0.0
-        waiting_since = next(iter(self._pending.values())).sent_at
-        return time.monotonic() - max(self._last_answer_at, waiting_since)
+    def heard_alive(self, busy_s: float) -> None:
+        """The engine's word, every second, of how long its busiest loop has been at one thing."""
+        self._alive_at = time.monotonic()
+        self._busy_s = busy_s
+
+    def stuck_for(self) -> float:
+        """Seconds since the engine last spoke, or in which one of its loops did not get on: whichever is longer."""
+        return max(time.monotonic() - self._alive_at, self._busy_s)
 
     async def embed(self, request: EngineRequest) -> EngineReply:
-        """Raises Overloaded, RequestTooLarge or EngineUnavailable. Cancelling the call frees its rows in the engine."""
+        """Raises Overloaded, RequestTooLarge, EngineUnavailable or ServerError. Cancelling it frees its rows."""
         tokens = len(request.token_ids)
         self._admit(tokens, request.reply_bytes)
         self._next_id += 1
@@ -164,7 +169,6 @@ class EngineClient:
             return await pending.future
         finally:
             if self._pending.pop(pending.id, None) is not None:  # the caller left
-                metrics.CANCELLED.inc()
                 self._release(pending)
                 self._cancels.append(pending.id)
                 self._schedule_flush()
@@ -182,21 +186,26 @@ class EngineClient:
                 f"the reply would have {reply_bytes} bytes; this server holds {self._max_reply_bytes} per frontend. "
                 "Send fewer inputs a request."
             )
-        if self._tokens + tokens > self._max_tokens or self._reply_bytes + reply_bytes > self._max_reply_bytes:
-            wait_s = min(MAX_RETRY_S, max(MIN_RETRY_S, self._tokens / self._speed.tokens_per_s))
-            raise Overloaded(
-                f"{self._tokens} tokens are in flight and {tokens} came; this server queues {self._max_tokens} "
-                f"per frontend. Try again in {wait_s:.2f} s.",
-                retry_after_s=wait_s,
+        if self._tokens + tokens > self._max_tokens:
+            raise self._overloaded(f"{self._tokens} tokens are in flight, {tokens} came, and {self._max_tokens} fit")
+        if self._reply_bytes + reply_bytes > self._max_reply_bytes:
+            raise self._overloaded(
+                f"replies of {self._reply_bytes} bytes are due, {reply_bytes} came, and {self._max_reply_bytes} fit"
             )
+        self._count(tokens, reply_bytes)
+
+    def _overloaded(self, reason: str) -> Overloaded:
+        wait_s = min(MAX_RETRY_S, max(MIN_RETRY_S, self._tokens / self._speed.tokens_per_s))
+        message = f"{reason} into one frontend of this server. Try again in {wait_s:.2f} s."
+        return Overloaded(message, retry_after_s=wait_s)
+
+    def _count(self, tokens: int, reply_bytes: int) -> None:
         self._tokens += tokens
         self._reply_bytes += reply_bytes
-        metrics.SATURATION.set(self._tokens / self._max_tokens)
+        metrics.SATURATION.set(max(self._tokens / self._max_tokens, self._reply_bytes / self._max_reply_bytes))
 
     def _release(self, pending: _Pending) -> None:
-        self._tokens -= len(pending.request.token_ids)
-        self._reply_bytes -= pending.request.reply_bytes
-        metrics.SATURATION.set(self._tokens / self._max_tokens)
+        self._count(-len(pending.request.token_ids), -pending.request.reply_bytes)
 
     def _finish(self, pending: _Pending, outcome: EngineReply | Exception) -> None:
         del self._pending[pending.id]
@@ -265,7 +274,7 @@ class EngineClient:
             return
         self._connected = True  # the first message is the welcome
         self._welcomed.set()
-        self._last_answer_at = now = time.monotonic()
+        now = time.monotonic()
         self._received_bytes += payload.nbytes
         reply_ms = (now - header.sent_at) * 1000
         for part in header.parts:
@@ -276,6 +285,8 @@ class EngineClient:
             pending = self._pending.get(refusal.id)
             if pending is not None:
                 self._finish(pending, _refusal_error(refusal))
+                self._cancels.append(refusal.id)  # other parts of it may still wait
+                self._schedule_flush()
         if self._received_bytes - self._acknowledged_bytes > self._max_reply_bytes // 4:
             self._schedule_flush()
 
@@ -315,17 +326,20 @@ def _refusal_error(refusal: Refusal) -> EmbedserveError:
 
 
 class _Speed:
-    """Tokens answered per second, over the last second or so in which any were."""
+    """Tokens answered per second, over the last second or so without a longer pause in it."""
 
     def __init__(self) -> None:
         self.tokens_per_s = 10_000.0  # until the first second is measured
-        self._since = time.monotonic()
+        self._since = self._answered_at = time.monotonic()
         self._tokens = 0
 
     def answered(self, tokens: int) -> None:
         now = time.monotonic()
+        if now - self._answered_at > SPEED_WINDOW_S:  # nothing was asked for meanwhile, or nothing answered
+            self._since, self._tokens = now, 0
+        self._answered_at = now
         self._tokens += tokens
-        if now - self._since >= 1.0:
+        if now - self._since >= SPEED_WINDOW_S:
             self.tokens_per_s = max(1.0, self._tokens / (now - self._since))
             self._since, self._tokens = now, 0
 

@@ -6,6 +6,7 @@ Handlers take raw bytes and parse inside: the generated servicer would answer UN
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
@@ -15,11 +16,13 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from embedserve import metrics
-from embedserve.errors import EmbedserveError, InvalidInput, Overloaded
+from embedserve.errors import EmbedserveError, InvalidInput, Overloaded, ServerError
 from embedserve.frontend.service import EmbedCall, EmbedResult, Service, shortened
 from embedserve.messages import Lane
 from embedserve.v1 import embedding_pb2 as pb
 from embedserve_kernels.output_layout import OutputDtype
+
+log = logging.getLogger(__name__)
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Embedding"].full_name
 FLUSH_S = 0.5
@@ -87,7 +90,7 @@ class _Handlers:
 
     async def embed(self, body: bytes, context: Context) -> bytes:
         started = time.monotonic()
-        code, lane = "CANCELLED", "none"
+        code, lane = "INTERNAL", "none"
         try:
             with self._service.admit_bytes() as hold:
                 hold(len(body))
@@ -99,6 +102,12 @@ class _Handlers:
         except EmbedserveError as error:
             code = error.grpc_code
             await abort(context, error)
+        except asyncio.CancelledError:
+            code = "CANCELLED"
+            raise
+        except Exception as error:  # the outermost frame of a call: grpc would answer UNKNOWN with the bare exception
+            log.error("a call failed", exc_info=error)
+            await abort(context, ServerError("the server failed to handle this request; its log says why"))
         finally:
             metrics.REQUESTS.labels("grpc", code).inc()
             metrics.REQUEST_SECONDS.labels("grpc", lane).observe(time.monotonic() - started)

@@ -21,6 +21,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from embedserve import metrics
 from embedserve.errors import (
+    BodyTimeout,
     BodyTooLarge,
     EmbedserveError,
     InvalidInput,
@@ -30,7 +31,14 @@ from embedserve.errors import (
     RouteNotFound,
     ServerError,
 )
-from embedserve.frontend.openai import decode_request, embed_call, embeddings_body, error_body
+from embedserve.frontend.openai import (
+    ROWS_A_SLICE,
+    EmbeddingsRequest,
+    decode_request,
+    embed_call,
+    embeddings_body,
+    error_body,
+)
 from embedserve.frontend.service import EmbedCall, EmbedResult, Service
 
 # Of a body that is too large, so that its sender gets to read the answer.
@@ -60,7 +68,7 @@ def make_app(service: Service) -> Starlette:
     def scrape(request: Request) -> Response:  # not async: it reads files, so Starlette runs it on a thread
         return PlainTextResponse(metrics.scrape(), media_type="text/plain; version=0.0.4")
 
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/v1/embeddings", _Embeddings(service), methods=["POST"]),
             Route("/v1/models", models),
@@ -75,6 +83,8 @@ def make_app(service: Service) -> Starlette:
             500: _unexpected_error,
         },
     )
+    app.router.redirect_slashes = False  # a redirect would carry whatever the Host header says
+    return app
 
 
 class _Embeddings:
@@ -86,15 +96,15 @@ class _Embeddings:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = time.monotonic()
         status, lane = 500, "none"
-        limit = self._service.config.max_body_bytes
         try:
-            _check_announced_bytes(scope, limit)
+            _check_announced_bytes(scope, self._service.config.max_body_bytes)
             with self._service.admit_bytes() as hold:
-                request = decode_request(await _read_body(receive, limit, hold), self._service.card.dims)
+                body = await self._read_body(receive, hold)
+                request = decode_request(body, self._service.card.dims)
                 result = await self._until_disconnect(embed_call(request, self._service), receive)
-                body = embeddings_body(request, result, self._service)
+                reply = await _encode(request, result, self._service)
             status, lane = 200, result.lane.name.lower()
-            await _send(send, status, body, _timing_header(result))
+            await _send(send, status, reply, _timing_header(result))
         except _Disconnected:
             status = 499  # nobody is left to answer; the code is nginx's for it
         except EmbedserveError as error:
@@ -103,6 +113,14 @@ class _Embeddings:
         finally:
             metrics.REQUESTS.labels("http", str(status)).inc()
             metrics.REQUEST_SECONDS.labels("http", lane).observe(time.monotonic() - started)
+
+    async def _read_body(self, receive: Receive, hold: Callable[[int], None]) -> bytes:
+        config = self._service.config
+        try:
+            async with asyncio.timeout(config.request_timeout_s):
+                return await _read_body(receive, config.max_body_bytes, hold)
+        except TimeoutError as error:
+            raise BodyTimeout(f"the body did not come within {config.request_timeout_s:g} s.") from error
 
     async def _until_disconnect(self, call: EmbedCall, receive: Receive) -> EmbedResult:
         embedding = asyncio.ensure_future(self._service.embed(call))
@@ -122,6 +140,16 @@ class _Embeddings:
 
 class _Disconnected(Exception):
     pass
+
+
+async def _encode(request: EmbeddingsRequest, result: EmbedResult, service: Service) -> bytes:
+    """A large reply in slices, between which other requests of this loop get their turn."""
+    pieces = []
+    for piece in embeddings_body(request, result, service):
+        pieces.append(piece)
+        if result.count > ROWS_A_SLICE:
+            await asyncio.sleep(0)
+    return b"".join(pieces)
 
 
 def _check_announced_bytes(scope: Scope, limit: int) -> None:

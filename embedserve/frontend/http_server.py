@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import socket
 from collections.abc import Iterator
 
@@ -26,7 +27,7 @@ KEEP_ALIVE_S = 75
 class HttpServer(uvicorn.Server):
     """uvicorn without its signal handling (the supervisor's) and with events for its two ends."""
 
-    def __init__(self, service: Service, drain_s: float) -> None:
+    def __init__(self, service: Service, grace_s: float) -> None:
         super().__init__(
             uvicorn.Config(
                 make_app(service),
@@ -38,7 +39,7 @@ class HttpServer(uvicorn.Server):
                 server_header=False,
                 proxy_headers=False,
                 timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=max(1, int(drain_s)),
+                timeout_graceful_shutdown=max(1, math.ceil(grace_s)),
             )
         )
         self.accepting = asyncio.Event()

@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Coroutine
+from typing import NoReturn
 
 import uvloop
 
@@ -17,13 +18,15 @@ from embedserve.frontend.engine_client import EngineClient
 from embedserve.frontend.grpc import GrpcServer
 from embedserve.frontend.http_server import HttpServer, listen
 from embedserve.frontend.service import Service
-from embedserve.messages import Control, Drain, EngineLost, Serving, UseEngine
+from embedserve.logs import stop_logging
+from embedserve.messages import Alive, Control, Drain, EngineLost, Failed, Serving, UseEngine
 from embedserve.process import ChildSpec, ControlChannel, enter_child, settle_memory
 
 log = logging.getLogger(__name__)
 
 SWITCH_INTERVAL_S = 0.0005  # tokenizer and gRPC threads hand the GIL back sooner than Python's 5 ms
 HEALTH_INTERVAL_S = 1.0
+ANSWER_S = 1.0  # beyond --drain-s, to tell those who were not answered by then
 
 
 def main() -> None:
@@ -43,7 +46,7 @@ class Frontend:
         self._engine = EngineClient(spec.name, max_tokens=spec.config.queued_tokens_share)
         self._service = Service(spec.config, self._engine)
         self._grpc = GrpcServer(self._service)
-        self._http = HttpServer(self._service, spec.config.drain_s)
+        self._http = HttpServer(self._service, spec.config.drain_s + ANSWER_S)
         self._tasks: set[asyncio.Task[None]] = set()
         self._started = False  # to open the ports
         self._serving = False  # both are open
@@ -57,15 +60,22 @@ class Frontend:
     def _read_control(self) -> None:
         messages = self._control.receive()
         if messages is None:
-            os._exit(0)  # the supervisor is gone: nobody restarts or counts us any more
-        for message in messages:
-            self._obey(message)
+            self._exit(0)  # the supervisor is gone: nobody restarts or counts us any more
+        try:
+            for message in messages:
+                self._obey(message)
+        except Exception as error:  # the outermost frame of this callback: a frontend that cannot do as told is no use
+            log.critical("the frontend failed", exc_info=error)
+            self._control.send(Failed(f"a frontend failed: {error}"))
+            self._exit(1)
 
     def _obey(self, message: Control) -> None:
         match message:
             case UseEngine(engine):
                 self._service.use(engine.card)
                 self._spawn(self._connect(message))
+            case Alive(busy_s):
+                self._engine.heard_alive(busy_s)
             case EngineLost(incarnation):
                 if self._engine.incarnation == incarnation:
                     self._engine.disconnect()
@@ -76,10 +86,9 @@ class Frontend:
         await self._engine.connect(message.engine)
         if not self._started:
             self._started = True
-            config = self._spec.config
-            await self._grpc.start(config.host, self._spec.grpc_port)
+            await self._grpc.start(self._spec.host, self._spec.grpc_port)
             await self._grpc.show_health(self._service.not_ready() is None)
-            self._spawn(self._http.serve([listen(config.host, self._spec.http_port)]))
+            self._spawn(self._http.serve([listen(self._spec.host, self._spec.http_port)]))
             await self._http.accepting.wait()
             self._serving = True
             settle_memory()
@@ -94,7 +103,9 @@ class Frontend:
         self._service.draining = True
         if self._serving:
             await self._grpc.show_health(False)
-            await asyncio.gather(self._http.stop(), self._grpc.stop(self._spec.config.drain_s))
+            # Then whoever still waits is told, while the servers wait a little longer.
+            asyncio.get_running_loop().call_later(self._spec.config.drain_s, self._engine.disconnect)
+            await asyncio.gather(self._http.stop(), self._grpc.stop(self._spec.config.drain_s + ANSWER_S))
         self._drained.set()
 
     def _spawn(self, coroutine: Coroutine[None, None, None]) -> None:
@@ -107,7 +118,11 @@ class Frontend:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             log.critical("the frontend failed", exc_info=task.exception())
-            asyncio.get_running_loop().stop()
+            self._exit(1)
+
+    def _exit(self, status: int) -> NoReturn:
+        stop_logging()
+        os._exit(status)
 
 
 if __name__ == "__main__":

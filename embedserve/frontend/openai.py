@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import binascii
 import re
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 import orjson
 
 from embedserve.errors import EmbedserveError, InvalidInput, TokenIdsRefused
@@ -18,6 +20,7 @@ from embedserve.messages import Lane
 from embedserve_kernels.output_layout import OutputDtype
 
 UTF8_BOM = b"\xef\xbb\xbf"
+ROWS_A_SLICE = 64  # of a reply, encoded without a pause: 2 ms for 1,024 floats each
 
 
 class EmbeddingsRequest(msgspec.Struct):
@@ -84,24 +87,29 @@ def embed_call(request: EmbeddingsRequest, service: Service) -> EmbedCall:
     )
 
 
-def embeddings_body(request: EmbeddingsRequest, result: EmbedResult, service: Service) -> bytes:
-    rows = result.rows()
+def embeddings_body(request: EmbeddingsRequest, result: EmbedResult, service: Service) -> Iterator[bytes]:
+    """The reply in pieces of a few rows each, so that a caller may do other things in between."""
+    rows: Sequence[Any] | np.ndarray = result.rows()
     if request.encoding_format == "base64":
-        vectors = [binascii.b2a_base64(row, newline=False).decode("ascii") for row in rows]
-    else:
-        vectors = list(rows)
+        rows = [binascii.b2a_base64(row, newline=False).decode("ascii") for row in rows]
+    yield b'{"object":"list","data":['
+    for start in range(0, result.count, ROWS_A_SLICE):
+        slice_of_data = [
+            {"object": "embedding", "index": index, "embedding": vector}
+            for index, vector in enumerate(rows[start : start + ROWS_A_SLICE], start)
+        ]
+        encoded = orjson.dumps(slice_of_data, option=orjson.OPT_SERIALIZE_NUMPY)
+        yield (b"," if start else b"") + encoded[1:-1]
     tokens = int(result.token_counts.sum())
-    body: dict[str, Any] = {
-        "object": "list",
-        "data": [{"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(vectors)],
+    rest: dict[str, Any] = {
         "model": request.model or service.served_names[0],
         "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
         "space_id": service.card.space_id,
         "numerics_id": service.card.numerics_id,
     }
     if result.truncated:
-        body["truncated"] = result.truncated
-    return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+        rest["truncated"] = result.truncated
+    yield b"]," + orjson.dumps(rest)[1:]
 
 
 def error_body(error: EmbedserveError) -> dict[str, Any]:

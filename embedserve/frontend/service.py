@@ -78,7 +78,7 @@ class Times:
 
 @dataclass(slots=True)
 class EmbedResult:
-    """Row-major vectors: [count, dims], or [count, dims / 8] for the binary forms; rows with an error are zero."""
+    """Row-major vectors: [count, dims], or [count, dims / 8 rounded up] for the binary forms; rows with an error are zero."""
 
     vectors: memoryview | bytes
     scales: memoryview | bytes  # float32 [count]; int8 only
@@ -146,9 +146,9 @@ class Service:
             return "the server is shutting down"
         if not self.engine.connected:
             return "the engine is not ready"
-        silent_s = self.engine.silent_for()
-        if silent_s > self.config.stuck_after_s:
-            return f"work waits and the engine has answered nothing for {silent_s:.0f} s"
+        stuck_s = self.engine.stuck_for()
+        if stuck_s > self.config.stuck_after_s:
+            return f"the engine has not moved for {stuck_s:.0f} s"
         return None
 
     @contextmanager
@@ -184,6 +184,9 @@ class Service:
             raise RequestTimeout(
                 f"not answered within {self.config.request_timeout_s:g} s (--request-timeout-s)"
             ) from error
+        except asyncio.CancelledError:
+            metrics.CANCELLED.inc()
+            raise
 
     async def _embed(self, call: EmbedCall) -> EmbedResult:
         started = time.monotonic()
@@ -246,11 +249,9 @@ class Service:
         if call.texts is not None:
             encoded = await self._tokenizer.encode([prompt + text for text in call.texts] if prompt else call.texts)
         else:
-            if prompt:
-                raise InvalidInput(
-                    "prompts apply to texts; send token ids with their prompt already in.", param=call.field
-                )
             encoded = self._take_token_ids(call, errors)
+        if len(encoded.ids) == 0 or int(encoded.lengths.min()) == 0 or int(encoded.ids.max()) >= self.card.vocab_size:
+            self._find_impossible(call, encoded, errors)
         prepared = _Prepared(encoded, None, encoded.lengths, errors=errors)
         limit = self.max_input_tokens
         too_long = np.flatnonzero(encoded.lengths > limit)
@@ -263,19 +264,36 @@ class Service:
     def _take_token_ids(self, call: EmbedCall, errors: dict[int, EmbedserveError]) -> Encoded:
         assert self._tokenizer is not None
         assert call.token_ids is not None
-        vocab_size = self.card.vocab_size
-        inputs: list[list[int]] = []
+        inputs: list[np.ndarray] = []
         for index, ids in enumerate(call.token_ids):
-            if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-                bad = next(id for id in ids if not 0 <= id < vocab_size)
-                errors[index] = InvalidTokenId(
-                    f"input {index} has the token id {bad}; the vocabulary is 0 to {vocab_size - 1}.",
-                    param=f"{call.field}[{index}]",
-                )
-                ids = []
-            inputs.append(self._tokenizer.add_special_tokens(list(ids)))
-        flat = np.fromiter((id for ids in inputs for id in ids), np.int32)
-        return Encoded(flat, np.fromiter(map(len, inputs), np.int32, len(inputs)))
+            try:
+                taken = np.array(ids, np.int64)
+            except OverflowError:
+                taken = np.array([-1])  # as far outside the vocabulary as can be
+            if len(taken) and not 0 <= taken.min() <= taken.max() < self.card.vocab_size:
+                bad = next(id for id in ids if not 0 <= id < self.card.vocab_size)
+                errors[index] = self._outside_vocabulary(call, index, bad)
+                taken = taken[:0]
+            inputs.append(self._tokenizer.add_special_tokens(taken.astype(np.int32)))
+        return Encoded(np.concatenate(inputs), np.fromiter(map(len, inputs), np.int32, len(inputs)))
+
+    def _outside_vocabulary(self, call: EmbedCall, index: int, id: int) -> InvalidTokenId:
+        return InvalidTokenId(
+            f"input {index} has the token id {id}; the vocabulary is 0 to {self.card.vocab_size - 1}.",
+            param=f"{call.field}[{index}]",
+        )
+
+    def _find_impossible(self, call: EmbedCall, encoded: Encoded, errors: dict[int, EmbedserveError]) -> None:
+        """What only an odd tokenizer makes of a text: no token at all, or ids that the model has no embedding for."""
+        for index in np.flatnonzero(encoded.lengths == 0).tolist():
+            no_tokens = InvalidInput(
+                f"input {index} has no tokens; this model's tokenizer adds none of its own, so send some text.",
+                param=f"{call.field}[{index}]",
+            )
+            errors.setdefault(index, no_tokens)
+        for place in np.flatnonzero(encoded.ids >= self.card.vocab_size).tolist():
+            index = int(np.searchsorted(np.cumsum(encoded.lengths), place, side="right"))
+            errors.setdefault(index, self._outside_vocabulary(call, index, int(encoded.ids[place])))
 
     def _cut_or_refuse(self, call: EmbedCall, prepared: _Prepared, too_long: list[int], limit: int) -> None:
         """The slow path: rebuild the inputs, without those that have an error."""
@@ -302,14 +320,23 @@ class Service:
         )
 
     def _prompt(self, call: EmbedCall) -> str:
+        """What goes before each text. Token ids carry their prompt already, so a request must not name one for them."""
+        named = [name for name in ("input_type", "prompt_name", "instruction") if getattr(call, name) is not None]
+        if len(named) > 1:
+            raise InvalidInput(f"send one of {' and '.join(named)}, not both.", param=named[-1])
+        if call.token_ids is None:
+            return self._named_prompt(call)
+        if named and self._named_prompt(call):
+            raise InvalidInput(
+                f"{named[0]} applies to texts; send token ids with their prompt already in.", param=named[0]
+            )
+        return ""
+
+    def _named_prompt(self, call: EmbedCall) -> str:
         prompts = self.card.prompts
         if call.instruction is not None:
-            if call.prompt_name is not None:
-                raise InvalidInput("send prompt_name or instruction, not both.", param="instruction")
             return self._instruction_prompt(call.instruction)
         if call.prompt_name is not None:
-            if call.input_type is not None:
-                raise InvalidInput("send prompt_name or input_type, not both.", param="prompt_name")
             if call.prompt_name not in prompts:
                 raise InvalidInput(
                     f"prompt_name is {call.prompt_name!r}; "

@@ -6,12 +6,17 @@ Knows the model's tokenizer.json and its limit; nothing of requests, protocols o
 from __future__ import annotations
 
 import asyncio
+import logging
 from array import array
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 import tokenizers
+
+from embedserve.errors import ServerError
+
+log = logging.getLogger(__name__)
 
 # Up to here the loop tokenizes by itself: cheaper than two thread switches, and too short to hold up anyone.
 INLINE_CHARS = 4_000
@@ -42,18 +47,17 @@ class Tokenizer:
         self._short = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
         self._long = ThreadPoolExecutor(1, thread_name_prefix="tokenize-long")
         self._waiting: list[tuple[list[str], asyncio.Future[Encoded]]] = []
-        self._turn_running = False
+        self._turns: asyncio.Task[None] | None = None
 
     async def encode(self, texts: list[str]) -> Encoded:
-        """Raises nothing for any str: the protocols let only valid Unicode in."""
+        """Takes any valid Unicode, which is all that the protocols let in. Raises ServerError should it fail."""
         loop = asyncio.get_running_loop()
         if sum(map(len, texts)) > LONG_CHARS:
             return await loop.run_in_executor(self._long, self._encode, texts)
         future: asyncio.Future[Encoded] = loop.create_future()
         self._waiting.append((texts, future))
-        if not self._turn_running:
-            self._turn_running = True
-            loop.call_soon(self._start_turn)
+        if self._turns is None or self._turns.done():
+            self._turns = loop.create_task(self._run_turns())
         return await future
 
     def cut(self, ids: np.ndarray, limit: int, side: str) -> np.ndarray:
@@ -64,46 +68,43 @@ class Tokenizer:
         body = body[:keep] if side == "right" else body[len(body) - keep :]
         return np.concatenate([ids[:prefix], body, ids[len(ids) - suffix :]])
 
-    def add_special_tokens(self, ids: list[int]) -> list[int]:
-        """Special tokens where they are missing, never twice."""
-        if ids[: len(self.prefix)] != self.prefix:
-            ids = self.prefix + ids
-        if self.suffix and (len(ids) < len(self.prefix) + len(self.suffix) or ids[-len(self.suffix) :] != self.suffix):
-            ids = ids + self.suffix
+    def add_special_tokens(self, ids: np.ndarray) -> np.ndarray:
+        """int32 [tokens] with the special tokens where they are missing, never twice."""
+        if not np.array_equal(ids[: len(self.prefix)], self.prefix):
+            ids = np.concatenate([self.prefix, ids])
+        body = ids[len(self.prefix) :]
+        if not np.array_equal(body[max(0, len(body) - len(self.suffix)) :], self.suffix):
+            ids = np.concatenate([ids, self.suffix])
         return ids
 
-    def _special_tokens(self) -> tuple[list[int], list[int]]:
+    def _special_tokens(self) -> tuple[np.ndarray, np.ndarray]:
         """What the post-processor puts before and after a text, read off one."""
         encoding = self._tokenizer.encode_batch_fast(["a"])[0]
-        ids, special = encoding.ids, encoding.special_tokens_mask
+        ids, special = np.array(encoding.ids, np.int32), encoding.special_tokens_mask
         if 0 not in special:
-            return [], []
+            return ids[:0], ids[:0]
         first = special.index(0)
         last = len(special) - special[::-1].index(0)
         return ids[:first], ids[last:]
 
-    def _start_turn(self) -> None:
-        """Encode all that wait: on the loop when that is quick, else on the worker; later ones wait a turn."""
-        turn, self._waiting = self._waiting, []
-        texts = [text for texts, _ in turn for text in texts]
-        if sum(map(len, texts)) <= INLINE_CHARS:
-            self._end_turn(turn, self._encode(texts))
-            return
-        encoding = asyncio.get_running_loop().run_in_executor(self._short, self._encode, texts)
-        encoding.add_done_callback(lambda done: self._end_turn(turn, done.result()))
-
-    def _end_turn(self, turn: list[tuple[list[str], asyncio.Future[Encoded]]], encoded: Encoded) -> None:
-        row = token = 0
-        for texts, future in turn:
-            lengths = encoded.lengths[row : row + len(texts)]
-            tokens = int(lengths.sum())
-            if not future.done():  # its caller may have left
-                future.set_result(Encoded(encoded.ids[token : token + tokens], lengths))
-            row += len(texts)
-            token += tokens
-        self._turn_running = bool(self._waiting)
-        if self._waiting:
-            asyncio.get_running_loop().call_soon(self._start_turn)
+    async def _run_turns(self) -> None:
+        """Encode all that wait, turn after turn: on the loop when that is quick, else on the worker."""
+        while self._waiting:
+            turn = [(texts, future) for texts, future in self._waiting if not future.done()]  # callers may have left
+            self._waiting = []
+            texts = [text for texts, _ in turn for text in texts]
+            try:
+                if sum(map(len, texts)) <= INLINE_CHARS:
+                    encoded = self._encode(texts)
+                else:
+                    encoded = await asyncio.get_running_loop().run_in_executor(self._short, self._encode, texts)
+            except BaseException as error:  # the outermost frame of this task; a panic in Rust is no Exception
+                log.error("the tokenizer failed on one of %d texts", len(texts), exc_info=error)
+                for _, future in turn:
+                    if not future.done():
+                        future.set_exception(ServerError("the tokenizer failed; the server's log says why"))
+            else:
+                _deliver(encoded, turn)
 
     def _encode(self, texts: list[str]) -> Encoded:
         # encode_batch_fast alone releases the GIL for the whole of its work, so it is used even for one text.
@@ -114,3 +115,15 @@ class Tokenizer:
             ids.extend(encoding.ids)
             lengths[index] = len(ids) - start
         return Encoded(np.frombuffer(ids, np.int32) if ids else np.empty(0, np.int32), lengths)
+
+
+def _deliver(encoded: Encoded, turn: list[tuple[list[str], asyncio.Future[Encoded]]]) -> None:
+    """To each caller its part."""
+    row = token = 0
+    for texts, future in turn:
+        lengths = encoded.lengths[row : row + len(texts)]
+        tokens = int(lengths.sum())
+        if not future.done():
+            future.set_result(Encoded(encoded.ids[token : token + tokens], lengths))
+        row += len(texts)
+        token += tokens

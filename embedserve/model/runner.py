@@ -6,7 +6,6 @@ Knows tensors, rows and devices; neither requests, sockets nor threads. Load and
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +30,7 @@ BUNDLED_MODEL_NAME = "all-MiniLM-L6-v2"
 BUNDLED_MODEL_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_BFLOAT16_FLAGS = {"amx_bf16", "avx512_bf16"}
 WARM_TOKENS = 512
 SMALL_HIDDEN = 512
 MAX_AUTO_FORWARDS = 8  # each holds the GIL for a part of its time
@@ -49,16 +49,16 @@ def load_runner(
 ) -> Runner:
     """model: a local folder, a hub id such as "org/name", or None for the bundled model.
 
-    revision: of a hub id. dtype: auto, float32, bfloat16, float16. device: auto, cpu, cuda. threads: of a CPU,
+    revision: of a hub id. dtype: auto, float32, bfloat16, float16. device: auto, cpu. threads: of a CPU,
     for all forward passes together, None takes every core; forwards: how many will run side by side, None
     chooses. Raises StartError, one line that says what to change.
     """
     torch_device = _choose_device(device)
-    torch_dtype = _choose_dtype(dtype, torch_device)
+    torch_dtype = _choose_dtype(dtype)
     path, name = _find_model(model, revision)
     folder = read_folder(path)
     threads = threads or available_cores()
-    forwards = _choose_forwards(forwards, threads, int(folder.config.get("hidden_size", 0)), torch_device)
+    forwards = _choose_forwards(forwards, threads, int(folder.config.get("hidden_size", 0)))
     torch.set_num_threads(max(1, threads // forwards))  # before the weights: their layout is chosen for it
     with torch.inference_mode():
         encoder, space_id = load_encoder(folder, dtype=torch_dtype, device=torch_device)
@@ -81,23 +81,7 @@ def load_runner(
         similarity=folder.similarity,
         matryoshka_dims=folder.matryoshka_dims,
     )
-    return Runner(card, encoder, torch_device, forwards)
-
-
-@dataclass(frozen=True)
-class Launched:
-    """A batch on its way. On a CPU it has arrived when `launch` returns."""
-
-    out: np.ndarray
-    staging: torch.Tensor | None = None  # pinned memory, on a GPU
-    copied: torch.cuda.Event | None = None
-
-    def wait(self) -> None:
-        """Returns when `out` holds the bytes. On a GPU, its failures are raised here."""
-        if self.staging is None or self.copied is None:
-            return
-        self.copied.synchronize()
-        self.out[:] = self.staging.numpy()
+    return Runner(card, encoder, forwards)
 
 
 class Runner:
@@ -106,18 +90,17 @@ class Runner:
     torch's parallel operations keep a pool of workers for each thread that calls them.
     """
 
-    def __init__(self, card: ModelCard, encoder: BertEncoder, device: torch.device, forwards: int = 1) -> None:
+    def __init__(self, card: ModelCard, encoder: BertEncoder, forwards: int) -> None:
         self.card = card
         self.forwards = forwards
         self._threads = torch.get_num_threads()  # of one forward
         self._encoder = encoder
-        self._device = device
 
-    def launch(self, token_ids: np.ndarray, lengths: np.ndarray, table: RowTable, out: np.ndarray) -> Launched:
+    def launch(self, token_ids: np.ndarray, lengths: np.ndarray, table: RowTable, out: np.ndarray) -> None:
         """token_ids [total_tokens] int32, sequences end to end, special tokens already in; lengths [rows] int32,
         each at least 1 and at most the card's limit; table: where each row goes in `out` [bytes] uint8.
 
-        Every byte that `table` names is written, no other. token_ids may be overwritten when this returns.
+        Every byte that `table` names is written when this returns, and no other.
         """
         assert len(lengths) == len(table) > 0, (len(lengths), len(table))
         assert int(lengths.sum()) == len(token_ids), (int(lengths.sum()), len(token_ids))
@@ -129,13 +112,13 @@ class Runner:
         np.cumsum(sorted_lengths, out=cu_seqlens[1:])
         positions = np.arange(len(token_ids)) - np.repeat(cu_seqlens[:-1], sorted_lengths)
         sorted_ids = token_ids[np.repeat(starts[order], sorted_lengths) + positions]
-        if self._device.type == "cpu":
-            tail = (0, round_up_tokens(len(token_ids)) - len(token_ids))
-            sorted_ids, positions = np.pad(sorted_ids, tail), np.pad(positions, tail)
+        tail = (0, round_up_tokens(len(token_ids)) - len(token_ids))
+        padded_ids, padded_positions = (torch.from_numpy(np.pad(array, tail)) for array in (sorted_ids, positions))
+        pooling: Pooling = self.card.pooling  # type: ignore[assignment]  # read_folder allows no other
         with torch.inference_mode():
-            groups = group_equal_lengths(sorted_lengths)
-            hidden = self._encoder.forward(self._tensor(sorted_ids), self._tensor(positions), groups)
-            return self._pool(hidden[: len(token_ids)], self._tensor(cu_seqlens), table.take(order), out)
+            hidden = self._encoder.forward(padded_ids, padded_positions, group_equal_lengths(sorted_lengths))
+            ends = torch.from_numpy(cu_seqlens)
+            pool_normalize(hidden[: len(token_ids)], ends, pooling, table.take(order), torch.from_numpy(out))
 
     def enter_thread(self) -> None:
         """How many threads an operation may use is a setting of the thread that calls it."""
@@ -149,26 +132,7 @@ class Runner:
             lengths = np.full(rows, total // rows, np.int32)
             layout = lay_out([rows], [self.card.dims], [OutputDtype.FLOAT32], [True])
             token_ids = np.zeros(int(lengths.sum()), np.int32)
-            self.launch(token_ids, lengths, layout.table, np.empty(layout.total_bytes, np.uint8)).wait()
-
-    def _pool(self, hidden: torch.Tensor, cu_seqlens: torch.Tensor, table: RowTable, out: np.ndarray) -> Launched:
-        pooling: Pooling = self.card.pooling  # type: ignore[assignment]  # read_folder allows no other
-        if self._device.type == "cpu":
-            pool_normalize(hidden, cu_seqlens, pooling, table, torch.from_numpy(out))
-            return Launched(out)
-        on_device = torch.empty(len(out), dtype=torch.uint8, device=self._device)
-        pool_normalize(hidden, cu_seqlens, pooling, table, on_device)
-        staging = torch.empty(len(out), dtype=torch.uint8, pin_memory=True)
-        staging.copy_(on_device, non_blocking=True)
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        copied.record()
-        return Launched(out, staging, copied)
-
-    def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(array)
-        if self._device.type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self._device, non_blocking=True)
+            self.launch(token_ids, lengths, layout.table, np.empty(layout.total_bytes, np.uint8))
 
 
 def round_up_tokens(total: int) -> int:
@@ -220,33 +184,29 @@ def _fetch(hub_id: str, revision: str | None) -> Path:
 
 
 def _choose_device(device: str) -> torch.device:
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device not in ("cpu", "cuda"):
-        raise StartError(f"device {device!r}; allowed: auto, cpu, cuda.")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise StartError("device cuda was asked for and torch finds none; use --device cpu, or check its installation.")
-    return torch.device(device)
+    if device not in ("auto", "cpu"):
+        raise StartError(f"device {device!r}; allowed: auto, cpu.")
+    return torch.device("cpu")
 
 
-def _choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
+def _choose_dtype(dtype: str) -> torch.dtype:
     """auto: bfloat16 where the hardware multiplies it, else float32; float16 overflows in some models."""
     if dtype in _DTYPES:
         return _DTYPES[dtype]
     if dtype != "auto":
         raise StartError(f"dtype {dtype!r}; allowed: auto, {', '.join(_DTYPES)}.")
-    fast = torch.cuda.is_bf16_supported(False) if device.type == "cuda" else _cpu_flags() & {"amx_bf16", "avx512_bf16"}
-    return torch.bfloat16 if fast else torch.float32
+    return torch.bfloat16 if _cpu_flags() & _BFLOAT16_FLAGS else torch.float32
 
 
-def _choose_forwards(forwards: int | None, threads: int, hidden: int, device: torch.device) -> int:
+def _choose_forwards(forwards: int | None, threads: int, hidden: int) -> int:
     """A small model's operations are too short to share: on two cores, two forwards of one thread each did 1.35 times
     the texts of one forward of two threads (hidden 384), and hold up better when other processes take a core."""
-    if device.type != "cpu":
-        return 1
     if forwards is not None:
         return min(forwards, threads)
-    return min(threads, MAX_AUTO_FORWARDS) if hidden <= SMALL_HIDDEN else 1
+    if hidden > SMALL_HIDDEN:
+        return 1
+    threads_each = -(-threads // MAX_AUTO_FORWARDS)
+    return threads // threads_each
 
 
 def _cpu_flags() -> frozenset[str]:
@@ -260,9 +220,5 @@ def _cpu_flags() -> frozenset[str]:
 
 def _numerics_id(dtype: str, device: torch.device) -> str:
     """Readable: what must be the same for two servers' vectors to be the same to the last bit."""
-    if device.type == "cuda":
-        machine = torch.cuda.get_device_name(device).replace(" ", "-")
-    else:
-        flags = sorted(_cpu_flags() & {"amx_bf16", "avx512_bf16"})
-        machine = "-".join([torch.backends.cpu.get_cpu_capability().lower(), *flags])
+    machine = "-".join([torch.backends.cpu.get_cpu_capability().lower(), *sorted(_cpu_flags() & _BFLOAT16_FLAGS)])
     return f"{dtype}/{device.type}/{machine}/torch-{torch.__version__}/embedserve-{__version__}"

@@ -1,4 +1,4 @@
-"""The operations of a forward pass, one a file: a reference, its kernels, and the wrapper that chooses.
+"""The operations of a forward pass, one a file: its kernels, and the wrapper that checks and chooses.
 
 Importing this package imports nothing; it knows neither requests nor sockets.
 """

@@ -133,7 +133,7 @@ def test_dead_engine_answers_its_callers_and_comes_back() -> None:
         assert over_http.result().status_code == 503
         assert over_http.result().json()["error"]["code"] == "engine_unavailable"
         assert over_grpc.result() == grpc.StatusCode.UNAVAILABLE
-        assert time.monotonic() - killed < 1
+        assert time.monotonic() - killed < 5
         assert httpx.get(f"{server.http_url}/ready").status_code == 503
         wait_until(lambda: httpx.get(f"{server.http_url}/ready").status_code == 200)
         assert (client.embed(["a text that is asked for twice"]) == clean).all()
@@ -156,7 +156,7 @@ def test_stuck_engine_turns_ready_red_while_health_stays_green() -> None:
         engine(server).suspend()
         waiting = pool.submit(httpx.post, f"{server.http_url}/v1/embeddings", json={"input": "x"}, timeout=60)
         wait_until(lambda: httpx.get(f"{server.http_url}/ready").status_code == 503)
-        assert "answered nothing" in httpx.get(f"{server.http_url}/ready").json()["reason"]
+        assert "has not moved" in httpx.get(f"{server.http_url}/ready").json()["reason"]
         assert httpx.get(f"{server.http_url}/health").status_code == 200
         engine(server).resume()
         assert waiting.result().status_code == 200
@@ -178,7 +178,7 @@ def test_any_of_the_three_threads_ending_ends_the_engine(loop: str, tmp_path: Pa
         core.main()
         """)
     )
-    spec = ChildSpec("engine.1", 1, Config(), str(tmp_path), os.getpid(), -1, 0, 0)
+    spec = ChildSpec("engine.1", 1, Config(), str(tmp_path), os.getpid(), -1, "127.0.0.1", 0, 0)
     path = os.pathsep.join([str(tmp_path), *sys.path])
     log = tmp_path / "log"
     with log.open("w") as stderr:

@@ -70,11 +70,6 @@ def frames_beyond_kernel(frame_bytes: int) -> int:
 # The engine's side
 
 
-class Launched:
-    def wait(self) -> None:
-        return
-
-
 def pattern(number: int, nbytes: int) -> np.ndarray:
     """uint8 [nbytes] that differ from those of every other number at every 4 bytes, and are never the pool's poison."""
     words = np.arange(nbytes // 4, dtype="<u4") % 60_000 + np.uint32(number * 65_536)
@@ -103,7 +98,7 @@ class Output:
             buffer[offset : offset + nbytes] = pattern(number, nbytes)
         buffer[layout.status_offset :] = 0
         now = time.monotonic()
-        self.outbox.put(FinishedBatch(Batch(parts, sum(counts), now), layout, buffer, Launched(), now))
+        self.outbox.put(FinishedBatch(Batch(parts, sum(counts)), layout, buffer, now, now))
         return buffer
 
 
@@ -170,7 +165,7 @@ class Peer:
         self._socket.connect(address)
         self._socket.send(b"hello")
         welcome, payload = self.receive()
-        assert (welcome.frontend, welcome.incarnation, welcome.parts) == (name, INCARNATION, [])
+        assert (welcome.incarnation, welcome.parts, welcome.refusals) == (INCARNATION, [], [])
         assert payload is None
 
     def receive(self) -> tuple[ReplyHeader, np.ndarray | None]:
@@ -383,9 +378,8 @@ def test_killed_frontend_gives_its_leases_back_and_harms_no_other(
 ) -> None:
     dims, before_kill, buffers = dims_for(64 * KIB), 60, 4
     caplog.set_level(logging.WARNING, "embedserve.engine.output_loop")
-    credit = ReplyCredit()
     with (
-        running_output(run_dir, buffers=buffers, buffer_bytes=160 * KIB, credit=credit) as output,
+        running_output(run_dir, buffers=buffers, buffer_bytes=160 * KIB) as output,
         Peer(output.address, "lives") as lives,
         reply_peer(output.address, "dies", reads) as dies,
     ):
@@ -411,7 +405,6 @@ def test_killed_frontend_gives_its_leases_back_and_harms_no_other(
             send_next()
 
         assert {record.getMessage() for record in caplog.records} == {"frontend dies is gone; its replies are dropped"}
-        assert credit.allows("dies", 256 * KIB * KIB)  # nothing stands against its name any more
         wait_for_leases(output.pool, buffers)
 
 
@@ -481,7 +474,7 @@ def assert_refused(peer: Peer, number: int) -> None:
     assert "slowly" in header.refusals[0].message
 
 
-def test_forgotten_frontend_has_its_whole_credit_again() -> None:
+def test_credit_is_what_was_sent_and_not_yet_received() -> None:
     credit = ReplyCredit(100)
     credit.sent("a", 60)
     assert credit.allows("a", 40)
@@ -489,9 +482,8 @@ def test_forgotten_frontend_has_its_whole_credit_again() -> None:
     credit.received("a", 10)
     assert credit.allows("a", 50)
     assert not credit.allows("a", 51)
-    credit.forget("a")
-    assert credit.allows("a", 100)
-    assert not credit.allows("a", 101)
+    assert credit.allows("b", 100)
+    assert not credit.allows("b", 101)
 
 
 # Into the reply
@@ -506,8 +498,6 @@ class FakeEngine:
             requests=f"ipc://{run_dir}/req",
             replies=f"ipc://{run_dir}/rep",
             card=ModelCard("m", "", "bert", 384, 512, 1000, "mean", True, "float32", "cpu", "s", "n"),
-            max_batch_tokens=4096,
-            pid=os.getpid(),
         )
         self._context = zmq.Context()
         self._requests, self._replies = (self._context.socket(zmq.ROUTER) for _ in range(2))
@@ -527,9 +517,7 @@ class FakeEngine:
         return header, lengths, token_ids
 
     def reply(self, parts: list[ReplyPart], payload: bytes = b"", *, refusals: tuple[Refusal, ...] = ()) -> None:
-        header = ReplyHeader(
-            self._name.decode(), INCARNATION, time.monotonic(), 2.0, 0.5, parts=parts, refusals=list(refusals)
-        )
+        header = ReplyHeader(INCARNATION, time.monotonic(), 2.0, 0.5, parts=parts, refusals=list(refusals))
         self._replies.send_multipart([self._name, encode_reply(header), *([payload] if payload else [])])
 
     def close(self) -> None:

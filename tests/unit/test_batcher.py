@@ -1,6 +1,6 @@
 """The batcher with plain lists: what a batch holds, in which order, and who gets how much of it.
 
-Knows neither threads nor clocks; time is a number that the tests choose.
+Knows neither threads nor clocks: time is counted in tokens.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def rows_of(batch: Batch | None) -> list[tuple[int, int, int]]:
 
 def take_all(batcher: Batcher, budget: int) -> list[list[tuple[int, int, int]]]:
     batches = []
-    while (batch := batcher.next_batch(0.0, budget)) is not None:
+    while (batch := batcher.next_batch(budget)) is not None:
         batches.append(rows_of(batch))
     return batches
 
@@ -79,24 +79,24 @@ def test_small_requests_are_queries_and_all_others_bulk(rows: int, tokens: int, 
 
 
 def test_nothing_waiting_is_no_batch() -> None:
-    assert Batcher().next_batch(0.0, 10) is None
+    assert Batcher().next_batch(10) is None
 
 
-def test_batch_says_when_it_was_taken_and_what_it_holds() -> None:
-    batch = batcher_with(make_request(1, [2, 3]), make_request(2, [4])).next_batch(3.0, 100)
+def test_batch_says_how_much_it_holds() -> None:
+    batch = batcher_with(make_request(1, [2, 3]), make_request(2, [4])).next_batch(100)
     assert batch is not None
-    assert (batch.taken_at, batch.tokens, batch.rows) == (3.0, 9, 3)
+    assert (batch.tokens, batch.rows) == (9, 3)
 
 
 def test_batch_is_filled_to_the_last_token() -> None:
-    batch = batcher_with(make_request(1, [5, 5]), make_request(2, [5, 5])).next_batch(0.0, 20)
+    batch = batcher_with(make_request(1, [5, 5]), make_request(2, [5, 5])).next_batch(20)
     assert batch is not None
     assert (batch.tokens, rows_of(batch)) == (20, [(1, 0, 2), (2, 0, 2)])
 
 
 def test_query_goes_before_bulk_that_came_first() -> None:
     batcher = batcher_with(make_request(1, [1] * 100, lane=BULK), make_request(2, [8]))
-    assert rows_of(batcher.next_batch(0.0, 10)) == [(1, 0, 2), (2, 0, 1)]  # bulk keeps its fifth
+    assert rows_of(batcher.next_batch(10)) == [(1, 0, 2), (2, 0, 1)]  # bulk keeps its fifth
 
 
 def test_oldest_goes_first_within_a_lane() -> None:
@@ -112,7 +112,7 @@ def test_oldest_is_never_skipped_for_a_smaller_one(lane: Lane) -> None:
 
 def test_oldest_query_that_does_not_fit_leaves_the_room_to_bulk() -> None:
     batcher = batcher_with(make_request(1, [6]), make_request(2, [6]), make_request(3, [1] * 9, lane=BULK))
-    assert rows_of(batcher.next_batch(0.0, 10)) == [(1, 0, 1), (3, 0, 4)]
+    assert rows_of(batcher.next_batch(10)) == [(1, 0, 1), (3, 0, 4)]
 
 
 def test_request_larger_than_the_budget_is_taken_in_row_ranges() -> None:
@@ -128,7 +128,7 @@ def test_row_range_shares_its_batch_with_the_next_request() -> None:
 @pytest.mark.parametrize("lane", Lane)
 def test_input_larger_than_the_budget_goes_alone(lane: Lane) -> None:
     batcher = batcher_with(make_request(1, [2], lane=lane), make_request(2, [50, 2], lane=lane))
-    batches = [batcher.next_batch(0.0, 10) for _ in range(3)]
+    batches = [batcher.next_batch(10) for _ in range(3)]
     assert [rows_of(batch) for batch in batches] == [[(1, 0, 1)], [(2, 0, 1)], [(2, 1, 1)]]
     assert [batch.tokens for batch in batches if batch] == [2, 50, 2]
 
@@ -152,7 +152,7 @@ def test_parts_are_ordered_by_frontend_then_request() -> None:
         make_request(3, [1], frontend="a", lane=BULK),
         make_request(1, [1], frontend="b"),
     )
-    batch = batcher.next_batch(0.0, 100)
+    batch = batcher.next_batch(100)
     assert batch is not None
     assert [(part.request.frontend, part.request.id) for part in batch.parts] == [
         ("a", 2),
@@ -165,7 +165,7 @@ def test_parts_are_ordered_by_frontend_then_request() -> None:
 
 def test_neighbouring_ranges_of_a_request_are_one_part() -> None:
     """Bulk is taken for its share, then again for the room that queries left."""
-    batch = batcher_with(make_request(1, [1] * 30, lane=BULK), make_request(2, [3])).next_batch(0.0, 20)
+    batch = batcher_with(make_request(1, [1] * 30, lane=BULK), make_request(2, [3])).next_batch(20)
     assert batch is not None
     assert rows_of(batch) == [(1, 0, 17), (2, 0, 1)]
     assert [part.tokens for part in batch.parts] == [17, 3]
@@ -175,7 +175,7 @@ def test_neighbouring_ranges_of_a_request_are_one_part() -> None:
 def test_part_slices_exactly_its_rows() -> None:
     request = make_request(1, [2, 3, 1, 4])
     batcher = batcher_with(request)
-    first, second = batcher.next_batch(0.0, 5), batcher.next_batch(0.0, 5)
+    first, second = batcher.next_batch(5), batcher.next_batch(5)
     assert first is not None
     assert second is not None
     assert [part.lengths.tolist() for batch in (first, second) for part in batch.parts] == [[2, 3], [1, 4]]
@@ -196,7 +196,7 @@ def run_against_endless_queries(
         while batcher.waiting_tokens(QUERY) < budget:
             id += 1_000_000
             batcher.add(make_request(id, list(query_lengths) * budget))
-        batch = batcher.next_batch(0.0, budget)
+        batch = batcher.next_batch(budget)
         assert batch is not None
         taken.append(batch)
     return tokens_by_lane(taken)
@@ -223,7 +223,7 @@ def test_share_of_bulk_does_not_round_up_in_small_batches() -> None:
 def test_bulk_that_ran_alone_for_long_keeps_its_share_when_queries_come() -> None:
     batcher = batcher_with(make_request(1, [1] * 100_000, lane=BULK))
     for _ in range(500):
-        batcher.next_batch(0.0, 50)
+        batcher.next_batch(50)
     tokens = run_against_endless_queries(batcher, batches=20, budget=50)
     assert tokens[BULK] >= BULK_SHARE * tokens.total() - BULK_SHARE * 50
 
@@ -239,36 +239,37 @@ def test_query_larger_than_the_budget_goes_alone_within_two_batches_while_bulk_w
     for id in range(2, 100):
         batcher.add(make_request(id, [60]))
         waited = 0
-        while [(id, 0, 1)] != rows_of(batcher.next_batch(0.0, 50)):
+        while [(id, 0, 1)] != rows_of(batcher.next_batch(50)):
             waited += 1
             assert waited <= 2
 
 
 def test_bulk_input_larger_than_the_budget_is_not_kept_waiting_by_a_trickle_of_queries() -> None:
     batcher = batcher_with(make_request(1, [200, 200], lane=BULK))
-    assert rows_of(batcher.next_batch(0.0, 50)) == [(1, 0, 1)]
+    assert rows_of(batcher.next_batch(50)) == [(1, 0, 1)]
     for id in range(2, 100):
         batcher.add(make_request(id, [1]))
-        if rows_of(batcher.next_batch(0.0, 50)) == [(1, 1, 1)]:
+        if rows_of(batcher.next_batch(50)) == [(1, 1, 1)]:
             break
     assert id < 30  # it is worth the room of 20 batches
 
 
 def test_what_bulk_is_owed_is_forgotten_when_its_lane_empties() -> None:
-    batcher = batcher_with(make_request(1, [1, 1], lane=BULK), make_request(2, [200, 200]))
-    assert take_all(batcher, 50) == [[(1, 0, 2)], [(2, 0, 1)], [(2, 1, 1)]]
+    batcher = batcher_with(make_request(1, [1, 1], lane=BULK), make_request(2, [40] * 10))
+    assert rows_of(batcher.next_batch(50)) == [(1, 0, 2), (2, 0, 1)]
+    for row in range(1, 9):
+        assert rows_of(batcher.next_batch(50)) == [(2, row, 1)]
     batcher.add(make_request(3, [1] * 100, lane=BULK))
-    batcher.add(make_request(4, [1] * 100))
-    assert rows_of(batcher.next_batch(0.0, 50)) == [(3, 0, 10), (4, 0, 40)]
+    assert rows_of(batcher.next_batch(50)) == [(2, 9, 1), (3, 0, 10)]
 
 
 def test_what_bulk_is_owed_is_forgotten_when_it_is_cancelled() -> None:
     batcher = batcher_with(make_request(1, [1] * 100, lane=BULK), make_request(2, [200]))
-    assert [rows_of(batcher.next_batch(0.0, 50)) for _ in range(2)] == [[(1, 0, 50)], [(2, 0, 1)]]
+    assert [rows_of(batcher.next_batch(50)) for _ in range(2)] == [[(1, 0, 50)], [(2, 0, 1)]]
     batcher.cancel("a", 1)
     batcher.add(make_request(3, [1] * 100, lane=BULK))
     batcher.add(make_request(4, [1] * 100))
-    assert rows_of(batcher.next_batch(0.0, 50)) == [(3, 0, 10), (4, 0, 40)]
+    assert rows_of(batcher.next_batch(50)) == [(3, 0, 10), (4, 0, 40)]
 
 
 def test_bulk_that_comes_one_request_at_a_time_gets_no_more_than_its_share() -> None:
@@ -279,7 +280,7 @@ def test_bulk_that_comes_one_request_at_a_time_gets_no_more_than_its_share() -> 
     for id in range(2, 102):
         if not batcher.waiting_tokens(BULK):
             batcher.add(make_request(id, [50], lane=BULK))
-        batches.append(batcher.next_batch(0.0, 50))
+        batches.append(batcher.next_batch(50))
     tokens = tokens_by_lane(batch for batch in batches if batch)
     assert tokens.total() == 5000
     assert abs(tokens[BULK] - BULK_SHARE * tokens.total()) <= 50
@@ -288,15 +289,15 @@ def test_bulk_that_comes_one_request_at_a_time_gets_no_more_than_its_share() -> 
 @pytest.mark.parametrize("ending", ["taken", "cancelled"])
 def test_what_bulk_took_ahead_is_forgotten_once_nothing_waits(ending: str) -> None:
     batcher = batcher_with(make_request(1, [400, 1], lane=BULK))
-    batcher.next_batch(0.0, 50)
+    batcher.next_batch(50)
     if ending == "cancelled":
         batcher.cancel("a", 1)
     else:
-        assert rows_of(batcher.next_batch(0.0, 50)) == [(1, 1, 1)]
-    assert batcher.next_batch(0.0, 50) is None
+        assert rows_of(batcher.next_batch(50)) == [(1, 1, 1)]
+    assert batcher.next_batch(50) is None
     batcher.add(make_request(2, [1] * 100, lane=BULK))
     batcher.add(make_request(3, [1] * 100))
-    assert rows_of(batcher.next_batch(0.0, 50)) == [(2, 0, 10), (3, 0, 40)]
+    assert rows_of(batcher.next_batch(50)) == [(2, 0, 10), (3, 0, 40)]
 
 
 # Cancelling
@@ -312,7 +313,7 @@ def test_cancelled_request_is_not_batched() -> None:
 
 def test_cancel_between_row_ranges_drops_the_rest() -> None:
     batcher = batcher_with(make_request(1, [4, 4, 4]), make_request(2, [1]))
-    assert rows_of(batcher.next_batch(0.0, 8)) == [(1, 0, 2)]
+    assert rows_of(batcher.next_batch(8)) == [(1, 0, 2)]
     assert batcher.cancel("a", 1) is not None
     assert batcher.waiting_tokens(QUERY) == 1
     assert take_all(batcher, 8) == [[(2, 0, 1)]]
@@ -334,7 +335,7 @@ def test_cancel_twice_or_of_an_unknown_request_finds_nothing() -> None:
 
 def test_cancel_leaves_parts_already_taken_as_they_are() -> None:
     batcher = batcher_with(make_request(1, [2, 2, 2]))
-    batch = batcher.next_batch(0.0, 4)
+    batch = batcher.next_batch(4)
     batcher.cancel("a", 1)
     assert batch is not None
     assert batch.parts[0].lengths.tolist() == [2, 2]
@@ -357,7 +358,7 @@ def test_cancel_frontend_takes_out_all_of_it_in_both_lanes_and_nothing_else() ->
 def test_same_id_of_two_frontends_is_two_requests() -> None:
     batcher = batcher_with(make_request(1, [1], frontend="a"), make_request(1, [1], frontend="b"))
     batcher.cancel("a", 1)
-    batch = batcher.next_batch(0.0, 10)
+    batch = batcher.next_batch(10)
     assert batch is not None
     assert [part.request.frontend for part in batch.parts] == ["b"]
 
@@ -369,16 +370,16 @@ def test_waiting_tokens_follow_adds_takes_and_cancels() -> None:
     batcher = batcher_with(make_request(1, [5, 5]), make_request(2, [7], lane=BULK))
     assert (batcher.waiting_tokens(QUERY), batcher.waiting_tokens(BULK), len(batcher)) == (10, 7, 2)
     batcher.cancel("a", 2)
-    batcher.next_batch(0.0, 5)
+    batcher.next_batch(5)
     assert (batcher.waiting_tokens(QUERY), batcher.waiting_tokens(BULK), len(batcher)) == (5, 0, 1)
-    batcher.next_batch(0.0, 5)
+    batcher.next_batch(5)
     assert (batcher.waiting_tokens(QUERY), batcher.waiting_tokens(BULK), len(batcher)) == (0, 0, 0)
 
 
 def test_oldest_enqueued_is_that_of_the_next_request_to_go() -> None:
     batcher = batcher_with(make_request(1, [4, 4]), make_request(2, [1]), make_request(3, [1], lane=BULK))
     assert (batcher.oldest_enqueued_at(QUERY), batcher.oldest_enqueued_at(BULK)) == (1.0, 3.0)
-    batcher.next_batch(0.0, 5)
+    batcher.next_batch(5)
     assert batcher.oldest_enqueued_at(QUERY) == 1.0  # its second row still waits
     take_all(batcher, 100)
     assert batcher.oldest_enqueued_at(QUERY) is None
@@ -419,8 +420,8 @@ class Model:
             del self.waiting[key]
         self.cancelled.update(keys)
 
-    def take(self, now: float, budget: int) -> Batch | None:
-        batch = self.batcher.next_batch(now, budget)
+    def take(self, budget: int) -> Batch | None:
+        batch = self.batcher.next_batch(budget)
         assert (batch is None) == (not self.waiting)
         if batch is None:
             return None
@@ -480,14 +481,10 @@ steps = st.lists(
 @settings(max_examples=300)
 def test_nothing_is_lost_or_taken_twice_whatever_comes_and_goes(steps: list[tuple]) -> None:
     model = Model()
-    for now, (step, *arguments) in enumerate(steps):
-        match step:
-            case "take":
-                model.take(float(now), *arguments)
-            case _:
-                getattr(model, step)(*arguments)
+    for step, *arguments in steps:
+        getattr(model, step)(*arguments)
         model.check_counters()
-    while model.take(99.0, 25):
+    while model.take(25):
         model.check_counters()
     assert not model.waiting
     assert set(model.taken.values()) <= {1}
@@ -529,7 +526,7 @@ def serve(arrivals: list[tuple], *, query_length: int | None = None) -> list[Ser
             batcher.add(make_request(next(ids), own, lane=lane))
         bulk_waited = batcher.waiting_tokens(BULK) > 0
         queries_filled = batcher.waiting_tokens(QUERY) >= budget
-        batch = batcher.next_batch(0.0, budget)
+        batch = batcher.next_batch(budget)
         if batch is not None:
             # A lane that this batch empties waited only until the batch was cut.
             bulk_waited = bulk_waited and batcher.waiting_tokens(BULK) > 0

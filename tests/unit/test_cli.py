@@ -25,7 +25,7 @@ TYPED: dict[str, list[tuple[str, object]]] = {
     "http_port": [("9000", 9000), ("0", 0)],
     "grpc_port": [("9001", 9001), ("0", 0)],
     "frontends": [("3", 3), ("auto", None)],
-    "device": [("cpu", "cpu"), ("cuda", "cuda")],
+    "device": [("cpu", "cpu"), ("auto", "auto")],
     "dtype": [("float32", "float32"), ("bfloat16", "bfloat16")],
     "threads": [("2", 2), ("auto", None)],
     "forwards": [("2", 2), ("auto", None)],
@@ -267,4 +267,5 @@ def test_module_runs_as_a_command() -> None:
     )
     assert done.returncode == 2
     assert done.stdout == ""
-    assert done.stderr == "embedserve: --device is 'tpu'; it must be one of auto, cpu, cuda.\n"
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("embedserve: --device is 'tpu'; it must be one of auto, cpu")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from dataclasses import Field, fields
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -136,14 +137,27 @@ def test_each_frontend_has_an_even_share_of_the_queue(tokens: int, frontends: in
     assert Config(max_queued_tokens=tokens, frontends=frontends).queued_tokens_share == share
 
 
-def test_available_cores_are_those_this_process_may_run_on() -> None:
-    before = os.sched_getaffinity(0)
-    try:
-        os.sched_setaffinity(0, {min(before)})
-        assert available_cores() == 1
-    finally:
-        os.sched_setaffinity(0, before)
-    assert available_cores() == len(before)
+@pytest.mark.parametrize(
+    ("quota", "cores"),
+    [
+        (None, 8),
+        ("max 100000", 8),
+        ("1600000 100000", 8),
+        ("300000 100000", 3),
+        ("350000 100000", 3),
+        ("50000 100000", 1),
+        ("", 8),
+    ],
+)
+def test_available_cores_are_those_of_the_affinity_mask_within_the_quota(
+    quota: str | None, cores: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    cpu_max = tmp_path / "cpu.max"
+    if quota is not None:
+        cpu_max.write_text(quota + "\n")
+    monkeypatch.setattr(config_module, "Path", lambda path: cpu_max)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    assert available_cores() == cores
 
 
 # Across processes
@@ -169,9 +183,23 @@ configs = st.builds(
 )
 
 
+def child_spec(config: Config) -> ChildSpec:
+    return ChildSpec(
+        name="frontend.0.1",
+        number=0,
+        config=config,
+        run_dir="/run/embedserve",
+        parent_pid=1,
+        control_fd=3,
+        host="127.0.0.1",
+        http_port=8080,
+        grpc_port=50051,
+    )
+
+
 @given(config=configs)
 def test_config_is_the_same_in_a_child(config: Config) -> None:
-    spec = ChildSpec("frontend.0.1", 0, config, "/run/embedserve", 1, 3, 8080, 50051)
+    spec = child_spec(config)
     told = msgspec.json.decode(msgspec.json.encode(spec), type=ChildSpec)
     assert told == spec
     assert told.config == config
@@ -180,8 +208,7 @@ def test_config_is_the_same_in_a_child(config: Config) -> None:
 
 
 def test_child_checks_what_it_is_told() -> None:
-    spec = ChildSpec("frontend.0.1", 0, Config(), "/run/embedserve", 1, 3, 8080, 50051)
-    told = msgspec.json.decode(msgspec.json.encode(spec))
+    told = msgspec.json.decode(msgspec.json.encode(child_spec(Config())))
     told["config"]["max_inputs"] = 0
     with pytest.raises(StartError, match="--max-inputs is 0"):
         msgspec.json.decode(msgspec.json.encode(told), type=ChildSpec)

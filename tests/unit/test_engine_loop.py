@@ -28,11 +28,6 @@ TIMEOUT_S = 20  # of what should happen at once
 MAX_BATCH_MS = 25.0
 
 
-class Launched:
-    def wait(self) -> None:
-        return
-
-
 class DeviceLost(Exception):
     """What a runner raises when its device is gone."""
 
@@ -51,7 +46,7 @@ class FakeRunner:
     def enter_thread(self) -> None:
         self.entered_by.append(threading.current_thread().name)
 
-    def launch(self, token_ids: np.ndarray, lengths: np.ndarray, table: RowTable, out: np.ndarray) -> Launched:
+    def launch(self, token_ids: np.ndarray, lengths: np.ndarray, table: RowTable, out: np.ndarray) -> None:
         if self.lost:
             raise DeviceLost
         self.launches.append((token_ids.copy(), lengths.copy()))
@@ -61,7 +56,6 @@ class FakeRunner:
             out[table.byte_offset[row] : table.byte_offset[row] + nbytes].view(NUMPY_DTYPES[dtype])[:] = first
         out[table.status_offset] = 0
         self.now += len(token_ids) / self.tokens_per_ms / 1000
-        return Launched()
 
     @property
     def batch_tokens(self) -> list[int]:
@@ -102,7 +96,7 @@ class Engine:
         assert select.select([self.outbox.wake_fd], [], [], TIMEOUT_S)[0]
         batches, refused = self.outbox.take()
         assert refused == []
-        return batches
+        return list(batches)
 
     def next_batch(self) -> FinishedBatch:
         (finished,) = self.next_batches()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import socket
 import subprocess
 import threading
@@ -21,7 +22,7 @@ import numpy as np
 import pytest
 
 from embedserve.v1 import embedding_pb2
-from loadtest import bare, cpu, loops, serve_speed, server
+from loadtest import bare, cpu, forward, loops, serve_speed, server
 from loadtest.__main__ import main
 from loadtest.arrivals import Alarm, poisson_arrivals
 from loadtest.generator import share
@@ -495,6 +496,23 @@ class TestServeSpeed:
         assert "HTTP, 1 connection: embedserve / vllm" in text
         json.dumps([serve_speed.reading_json(reading) for reading in rounds[0].values()], default=str)
 
+
+class TestForward:
+    def test_the_figures_of_a_system_are_medians_and_its_ratio_is_taken_within_a_round(self) -> None:
+        rounds = [
+            [bare.BareSpeed(500 * drift, 2, 9, "bfloat16", 2), bare.BareSpeed(100 * drift, 8 / drift, 9, "float32", 1)]
+            for drift in (1.0, 2.0, 8.0)
+        ]
+        assert forward.figure_of("theirs", 32, 10.0, rounds, 1) == forward.Figure(
+            "theirs float32", 1, 32, texts_per_s=200, tokens_per_s=2000, batch_median_ms=4, ratio=5
+        )
+
+    def test_texts_per_s_of_forwards_side_by_side_are_added(self) -> None:
+        times_s = [np.array([0.1, 0.1]), np.array([0.2])]
+        assert bare.speed(8, times_s, "float32", 2) == bare.BareSpeed(pytest.approx(120), 100, 200, "float32", 2)
+
+
+class TestServer:
     def test_addresses_are_found_in_the_line_that_says_ready(self) -> None:
         log = (
             "2026-01-01 INFO see http://127.0.0.1:1/docs\n"
@@ -502,8 +520,20 @@ class TestServeSpeed:
             "and grpc 127.0.0.1:50051\n"
         )
         assert server.find_addresses(log) == ("http://127.0.0.1:8080", "127.0.0.1:50051")
-        assert server.find_addresses("ready: http://[::1]:80, grpc://[::1]:81\n") == ("http://[::1]:80", "[::1]:81")
+        ipv6 = "embedserve 1.0 is ready: m at 7, 384 dimensions, at http://[::1]:80 and grpc [::1]:81\n"
+        assert server.find_addresses(ipv6) == ("http://[::1]:80", "[::1]:81")
         assert server.find_addresses(log.rstrip("\n")[:-2]) is None  # still being written
+
+    def test_one_that_ends_before_it_is_ready_is_an_error_with_the_end_of_its_log(self) -> None:
+        wanted = r"(?s)status 2 before it was ready.*--no-such-flag"
+        with pytest.raises(LoadError, match=wanted), server.embedserve_server(["--no-such-flag"]):
+            pass
+
+    def test_stopping_one_that_is_paused_gives_its_status(self) -> None:
+        process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+        server.pause(process.pid)
+        assert server.stop(process) == -signal.SIGTERM
+        assert server.stop(process) == -signal.SIGTERM  # again is harmless
 
 
 # What the tests run against.
@@ -649,8 +679,8 @@ def round_of(alone: float, served: float, peer: float) -> serve_speed.Round:
 
     names = [serve_speed.http_name(connections) for connections in serve_speed.HTTP_CONNECTIONS]
     return {
-        serve_speed.bare_name(1): bare.BareSpeed(100.0, 2.0, 3.0),
-        serve_speed.bare_name(32): bare.BareSpeed(alone, 30.0, 40.0),
+        serve_speed.bare_name(1): bare.BareSpeed(100.0, 2.0, 3.0, "float32", 2),
+        serve_speed.bare_name(32): bare.BareSpeed(alone, 30.0, 40.0, "float32", 2),
         **{name: load_result(served) for name in (*names, serve_speed.GRPC_NAME)},
         **{f"vllm {name}": load_result(peer) for name in names},
     }

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from embedserve.messages import (
     TOKEN_DTYPE,
+    Alive,
     Control,
     Drain,
     EngineAddress,
@@ -89,7 +90,6 @@ def flushes(draw: st.DrawFn) -> tuple[RequestHeader, list[np.ndarray], list[np.n
 
 reply_headers = st.builds(
     ReplyHeader,
-    frontend=names,
     incarnation=ids,
     sent_at=seconds,
     forward_ms=milliseconds,
@@ -352,11 +352,10 @@ engines = st.builds(
     requests=names,
     replies=names,
     card=cards,
-    max_batch_tokens=st.integers(1, 2**20),
-    pid=st.integers(1, 2**22),
 )
 controls: st.SearchStrategy[Control] = st.one_of(
     st.builds(Ready, engines),
+    st.builds(Alive, seconds),
     st.just(Serving()),
     st.builds(Failed, st.text()),
     st.builds(UseEngine, engines),
@@ -381,5 +380,5 @@ def test_control_messages_are_one_line_each(messages: list[Control]) -> None:
 
 
 def test_times_of_a_message_are_kept_to_the_last_bit() -> None:
-    header = ReplyHeader("f", 1, sent_at=math.nextafter(1e6, 2e6), forward_ms=0.1 + 0.2)
+    header = ReplyHeader(1, sent_at=math.nextafter(1e6, 2e6), forward_ms=0.1 + 0.2)
     assert decode_reply(encode_reply(header)) == header

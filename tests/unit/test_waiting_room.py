@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -29,11 +28,16 @@ class WatchedCondition(threading.Condition):
         super().__init__(lock)
         self.sleeping = threading.Event()
         self.timeouts: list[float | None] = []  # of each wait: as many as the sleeper went to sleep
+        self.wake_ups = 0
 
     def wait(self, timeout: float | None = None) -> bool:
         self.timeouts.append(timeout)
         self.sleeping.set()
         return super().wait(timeout)
+
+    def notify(self, n: int = 1) -> None:
+        self.wake_ups += 1
+        super().notify(n)
 
 
 class Room(WaitingRoom):
@@ -58,15 +62,11 @@ def make_room(monkeypatch: pytest.MonkeyPatch, *, max_tokens: int) -> Room:
     return room
 
 
-@pytest.fixture
-def taker() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(1, "taker") as pool:
-        yield pool
-
-
-def asleep(taker: ThreadPoolExecutor, room: Room, budget: int = 50) -> Future[Batch | None]:
+def asleep(room: Room, budget: int = 50) -> Future[Batch | None]:
     """A `take` on another thread that has found nothing and sleeps."""
-    taken = taker.submit(room.take, budget)
+    room.condition.sleeping.clear()
+    taken: Future[Batch | None] = Future()
+    threading.Thread(target=lambda: taken.set_result(room.take(budget)), daemon=True).start()
     assert room.condition.sleeping.wait(TIMEOUT_S)
     assert not taken.done()
     return taken
@@ -88,14 +88,14 @@ def test_take_returns_at_once_what_waits(room: Room) -> None:
     assert room.condition.timeouts == []
 
 
-def test_take_sleeps_until_a_request_is_added(room: Room, taker: ThreadPoolExecutor) -> None:
-    taken = asleep(taker, room)
+def test_take_sleeps_until_a_request_is_added(room: Room) -> None:
+    taken = asleep(room)
     room.add([make_request(1, [5])])
     assert ids_of(taken.result(TIMEOUT_S)) == [1]
 
 
-def test_take_never_polls(room: Room, taker: ThreadPoolExecutor) -> None:
-    taken = asleep(taker, room)
+def test_take_never_polls(room: Room) -> None:
+    taken = asleep(room)
     room.add([make_request(1, [5])])
     taken.result(TIMEOUT_S)
     assert room.condition.timeouts == [None]  # one sleep, and no clock in it
@@ -110,27 +110,22 @@ def test_batch_is_cut_when_it_is_taken_and_not_before(room: Room) -> None:
     assert ids_of(room.take(50)) == [3]
 
 
-def test_close_wakes_the_sleeper_with_none(room: Room, taker: ThreadPoolExecutor) -> None:
-    taken = asleep(taker, room)
+def test_close_wakes_the_sleeper_with_none(room: Room) -> None:
+    taken = asleep(room)
     room.close()
     assert taken.result(TIMEOUT_S) is None
 
 
 def test_close_wakes_every_sleeper(room: Room) -> None:
-    with ThreadPoolExecutor(3) as takers:
-        taken = [takers.submit(room.take, 50) for _ in range(3)]
-        room.close()
-        assert [future.result(TIMEOUT_S) for future in taken] == [None] * 3
+    taken = [asleep(room) for _ in range(3)]
+    room.close()
+    assert [future.result(TIMEOUT_S) for future in taken] == [None] * 3
 
 
-def test_one_add_wakes_as_many_takers_as_it_has_batches_for(room: Room) -> None:
-    with ThreadPoolExecutor(3) as takers:
-        taken = []
-        for _ in range(3):
-            room.condition.sleeping.clear()
-            taken.append(asleep(takers, room, budget=30))
-        room.add([make_request(1, [30] * 3)])
-        batches = [future.result(TIMEOUT_S) for future in taken]
+def test_one_add_wakes_as_many_sleepers_as_it_has_batches_for(room: Room) -> None:
+    taken = [asleep(room, budget=30) for _ in range(3)]
+    room.add([make_request(1, [30] * 3)])
+    batches = [future.result(TIMEOUT_S) for future in taken]
     assert sorted(part.first_row for batch in batches if batch for part in batch.parts) == [0, 1, 2]
 
 
@@ -186,25 +181,25 @@ def test_cancel_counts_only_what_still_waited(room: Room) -> None:
     assert room.cancel_frontend("a") == 0
 
 
-def test_flood_of_cancels_does_not_wake_the_sleeper(room: Room, taker: ThreadPoolExecutor) -> None:
-    taken = asleep(taker, room)
+def test_flood_of_cancels_does_not_wake_the_sleeper(room: Room) -> None:
+    taken = asleep(room)
     for id in range(2000):
         assert room.cancel("a", [id, id + 1, id + 2]) == 0
         assert room.cancel_frontend("b") == 0
+    assert room.condition.wake_ups == 0
     room.add([make_request(1, [5])])
     assert ids_of(taken.result(TIMEOUT_S)) == [1]
     assert len(room.condition.timeouts) == 1
 
 
-def test_sleeper_that_finds_the_request_cancelled_sleeps_on(room: Room, taker: ThreadPoolExecutor) -> None:
+def test_sleeper_that_finds_the_request_cancelled_sleeps_on(room: Room) -> None:
     """Add and cancel follow each other so closely that the sleeper may wake to an empty room."""
-    taken = asleep(taker, room)
+    taken = asleep(room)
     for id in range(200):
         room.add([make_request(id, [5])])
         if room.cancel("a", [id]) == 0:
             assert ids_of(taken.result(TIMEOUT_S)) == [id]
-            room.condition.sleeping.clear()
-            taken = asleep(taker, room)
+            taken = asleep(room)
     room.add([make_request(1000, [5])])
     assert ids_of(taken.result(TIMEOUT_S)) == [1000]
 
@@ -246,14 +241,15 @@ def test_nothing_is_lost_or_taken_twice_between_three_threads(monkeypatch: pytes
             rows.update({part.request.id: part.rows for part in batch.parts})
 
     with ThreadPoolExecutor(3) as pool:
-        taking = pool.submit(take)
-        adding, cancelling = pool.submit(add), pool.submit(cancel)
-        adding.result(TIMEOUT_S)
-        cancelled = cancelling.result(TIMEOUT_S)
-        room.condition.sleeping.clear()
-        room.add([make_request(-1, [1])])  # if the taker slept already, it wakes and sleeps again
-        assert room.condition.sleeping.wait(TIMEOUT_S)
-        room.close()
+        taking, adding, cancelling = pool.submit(take), pool.submit(add), pool.submit(cancel)
+        try:
+            adding.result(TIMEOUT_S)
+            cancelled = cancelling.result(TIMEOUT_S)
+            room.condition.sleeping.clear()
+            room.add([make_request(-1, [1])])  # if the taker slept already, it wakes and sleeps again
+            assert room.condition.sleeping.wait(TIMEOUT_S)
+        finally:
+            room.close()
         taking.result(TIMEOUT_S)
 
     del rows[-1]
