@@ -109,7 +109,7 @@ class Engine:
         self._control.send(Ready(address))
 
     def _load_and_run(self) -> None:
-        """On EngineLoop, because loading runs parallel operations, and libgomp keeps a pool for each thread that does."""
+        """On EngineLoop, because loading runs parallel operations: libgomp keeps a pool for each thread that does."""
         with naming_threads("forward"):
             runner = self._load()
         rows = max(1, self._max_batch_tokens // 2)  # an input has at least its special tokens

@@ -78,7 +78,10 @@ class Times:
 
 @dataclass(slots=True)
 class EmbedResult:
-    """Row-major vectors: [count, dims], or [count, dims / 8 rounded up] for the binary forms; rows with an error are zero."""
+    """Row-major vectors: [count, dims], or [count, dims / 8 rounded up] for the binary forms.
+
+    Rows of inputs that have an error are zero.
+    """
 
     vectors: memoryview | bytes
     scales: memoryview | bytes  # float32 [count]; int8 only
