@@ -18,6 +18,7 @@ from embedserve_kernels.output_layout import OutputDtype
 BULK_SHARE = 0.2  # of the tokens, while bulk work waits
 QUERY_MAX_INPUTS = 8
 QUERY_MAX_TOKENS = 512
+MIN_SHARE_TOKENS = 200  # smaller batches cost more a token than sharing them gains
 
 
 def auto_lane(rows: int, tokens: int) -> Lane:
@@ -218,11 +219,17 @@ class WaitingRoom:
             self._observe(self._batcher)
         return freed
 
-    def take(self, budget: int) -> Batch | None:
-        """Block until work waits, then cut a batch of at most `budget` tokens. None when the room is closed."""
+    def take(self, budget: int, takers: int = 1) -> Batch | None:
+        """Block until work waits, then cut a batch of at most `budget` tokens. None when the room is closed.
+
+        `takers` is how many threads take. Each leaves the others their share of what waits, so that a lone request
+        runs on all of them, and a batch waits for whoever is done next while the last answers are still on their way.
+        """
         with self._lock:
             while not self._closed:
-                batch = self._batcher.next_batch(budget)
+                waiting = sum(self._batcher.waiting_tokens(lane) for lane in Lane)
+                share = max(MIN_SHARE_TOKENS, -(-waiting // takers))
+                batch = self._batcher.next_batch(min(budget, share))
                 if batch is not None:
                     self._observe(self._batcher)
                     if len(self._batcher):

@@ -211,13 +211,16 @@ class Engine:
 
 
 def _observe_queue(batcher: Batcher) -> None:
-    for lane in Lane:
-        name = lane.name.lower()
-        metrics.QUEUED_TOKENS.labels(name).set(batcher.waiting_tokens(lane))
+    for lane, queued_tokens, oldest_enqueued in _queue_gauges:
+        queued_tokens.set(batcher.waiting_tokens(lane))
         oldest = batcher.oldest_enqueued_at(lane)
-        metrics.OLDEST_ENQUEUED.labels(name).set(0 if oldest is None else oldest + _MONOTONIC_TO_UNIX_S)
+        oldest_enqueued.set(0 if oldest is None else oldest + _MONOTONIC_TO_UNIX_S)
 
 
+_queue_gauges = [
+    (lane, metrics.QUEUED_TOKENS.labels(lane.name.lower()), metrics.OLDEST_ENQUEUED.labels(lane.name.lower()))
+    for lane in Lane
+]
 _MONOTONIC_TO_UNIX_S = time.time() - time.monotonic()
 
 if __name__ == "__main__":

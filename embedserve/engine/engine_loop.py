@@ -79,7 +79,9 @@ class EngineLoop:
 
     def _step(self) -> bool:
         """One batch, in a call of its own: no name may keep a buffer's lease while the next batch is waited for."""
-        batch = self._waiting_room.take(self.budget())  # blocks until work waits; None when closed
+        batch = self._waiting_room.take(
+            self.budget(), self._runner.forwards
+        )  # blocks until work waits; None when closed
         if batch is None:
             return False
         self.busy_since = time.monotonic()

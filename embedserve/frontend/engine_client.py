@@ -202,6 +202,9 @@ class EngineClient:
     def _count(self, tokens: int, reply_bytes: int) -> None:
         self._tokens += tokens
         self._reply_bytes += reply_bytes
+
+    def _show_saturation(self) -> None:
+        """Once a message, not once a request."""
         metrics.SATURATION.set(max(self._tokens / self._max_tokens, self._reply_bytes / self._max_reply_bytes))
 
     def _release(self, pending: _Pending) -> None:
@@ -234,6 +237,7 @@ class EngineClient:
     def _flush(self) -> None:
         """Everything of this turn of the loop in one message."""
         self._flush_scheduled = False
+        self._show_saturation()
         if self._requests is None or self._address is None:
             return
         outgoing, self._outgoing = self._outgoing, []
@@ -287,6 +291,7 @@ class EngineClient:
                 self._finish(pending, _refusal_error(refusal))
                 self._cancels.append(refusal.id)  # other parts of it may still wait
                 self._schedule_flush()
+        self._show_saturation()
         if self._received_bytes - self._acknowledged_bytes > self._max_reply_bytes // 4:
             self._schedule_flush()
 

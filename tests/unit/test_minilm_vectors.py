@@ -140,7 +140,7 @@ def launch(runner: Runner, token_ids: np.ndarray, lengths: np.ndarray) -> np.nda
     rows, dims = len(lengths), runner.card.dims
     layout = lay_out([rows], [dims], [OutputDtype.FLOAT32], [runner.card.normalized])
     out = np.full(layout.total_bytes, 0xA5, dtype=np.uint8)
-    runner.launch(token_ids, lengths, layout.table, out).wait()
+    runner.launch(token_ids, lengths, layout.table, out)
     assert not out[layout.status_offset :].any()
     return out[: rows * dims * 4].view("<f4").reshape(rows, dims)
 
