@@ -7,8 +7,14 @@ from __future__ import annotations
 
 import os
 
+import prometheus_client.values
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
+
+if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+    # The library asks for the pid at every update, for the sake of forks; none of our processes forks.
+    _pid = os.getpid()
+    prometheus_client.values.ValueClass = prometheus_client.values.MultiProcessValue(lambda: _pid)  # type: ignore[no-untyped-call]
 
 SECONDS_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 TOKENS_BUCKETS = (16, 64, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
