@@ -103,7 +103,7 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
 
 
 class Alive(msgspec.Struct, tag="alive", frozen=True):
-    """From an engine every second, and on to every frontend: how long one of its loops has been busy with one thing."""
+    """From an engine, again and again, and on to every frontend: how long one of its loops has been at one thing."""
 
     busy_s: float
 

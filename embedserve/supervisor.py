@@ -6,6 +6,7 @@ Owns the control channels. Imports nothing heavy and sees no request.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import shutil
@@ -84,7 +85,8 @@ def reserve_port(host: str, port: int) -> socket.socket:
         sock.bind(address)
     except OSError as error:
         sock.close()
-        raise StartError(f"cannot listen on {host} port {port}: {error.strerror}. Is another server on it?") from error
+        hint = " Is another server on it?" if error.errno == errno.EADDRINUSE else ""
+        raise StartError(f"cannot listen on {host} port {port}: {error.strerror}.{hint}") from error
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     return sock

@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 SWITCH_INTERVAL_S = 0.0005  # the three loops hand the GIL over sooner than Python's 5 ms
 MAX_RING_BUFFER_BYTES = 64 * 1024 * 1024
-ALIVE_EVERY_S = 1.0
+ALIVE_EVERY_S = 0.25
 STOP_WITHIN_S = 2.0
 SPARE_BUFFERS = 2  # in the ring beyond those in flight: being sent while the next is written
 

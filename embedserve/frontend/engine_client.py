@@ -146,7 +146,7 @@ class EngineClient:
         return self._address.incarnation if self._address else 0
 
     def heard_alive(self, busy_s: float) -> None:
-        """The engine's word, every second, of how long its busiest loop has been at one thing."""
+        """The engine's word, a few times a second, of how long its busiest loop has been at one thing."""
         self._alive_at = time.monotonic()
         self._busy_s = busy_s
 

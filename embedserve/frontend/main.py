@@ -14,6 +14,7 @@ from typing import NoReturn
 
 import uvloop
 
+from embedserve.errors import StartError
 from embedserve.frontend.engine_client import EngineClient
 from embedserve.frontend.grpc import GrpcServer
 from embedserve.frontend.http_server import HttpServer, listen
@@ -65,8 +66,9 @@ class Frontend:
             for message in messages:
                 self._obey(message)
         except Exception as error:  # the outermost frame of this callback: a frontend that cannot do as told is no use
-            log.critical("the frontend failed", exc_info=error)
-            self._control.send(Failed(f"a frontend failed: {error}"))
+            if not isinstance(error, StartError):
+                log.critical("the frontend failed", exc_info=error)
+            self._control.send(Failed(str(error)))
             self._exit(1)
 
     def _obey(self, message: Control) -> None:

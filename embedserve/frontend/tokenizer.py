@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import tokenizers
 
-from embedserve.errors import ServerError
+from embedserve.errors import ServerError, StartError
 
 log = logging.getLogger(__name__)
 
@@ -35,12 +35,15 @@ class Encoded:
 class Tokenizer:
     """`encode` may be awaited by many requests at once; each turn's short texts go through one call.
 
-    Truncation and padding, which some folders bake in, are switched off at load and never set again:
+    Raises StartError when the file is damaged. Truncation and padding, which some folders bake in, are switched off at load and never set again:
     they are mutable state of the shared object.
     """
 
     def __init__(self, file: str) -> None:
-        self._tokenizer = tokenizers.Tokenizer.from_file(file)
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(file)
+        except Exception as error:  # tokenizers raises nothing narrower
+            raise StartError(f"{file} cannot be read: {error}.") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.prefix, self.suffix = self._special_tokens()

