@@ -308,9 +308,11 @@ class EngineClient:
         pending.first_launch_ms = min(pending.first_launch_ms, part.queue_ms)
         pending.last_end_ms = max(pending.last_end_ms, part.queue_ms + header.forward_ms)
         pending.rows_missing -= part.rows
-        self._speed.answered(int(request.lengths[part.first_row : part.first_row + part.rows].sum()))
+        tokens = len(request.token_ids)
         if part.rows < request.rows:
+            tokens = int(request.lengths[part.first_row : part.first_row + part.rows].sum())
             vectors, scales = _gather(pending, part, stride, vectors, scales)
+        self._speed.answered(tokens)
         if pending.rows_missing == 0:
             self._finish(
                 pending,

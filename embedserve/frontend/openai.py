@@ -100,10 +100,9 @@ def embeddings_body(request: EmbeddingsRequest, result: EmbedResult, service: Se
         ]
         encoded = orjson.dumps(slice_of_data, option=orjson.OPT_SERIALIZE_NUMPY)
         yield (b"," if start else b"") + encoded[1:-1]
-    tokens = int(result.token_counts.sum())
     rest: dict[str, Any] = {
         "model": request.model or service.served_names[0],
-        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+        "usage": {"prompt_tokens": result.tokens, "total_tokens": result.tokens},
         "space_id": service.card.space_id,
         "numerics_id": service.card.numerics_id,
     }

@@ -89,6 +89,7 @@ class EmbedResult:
     dims: int
     dtype: OutputDtype
     token_counts: np.ndarray  # int32 [count]
+    tokens: int  # of all inputs
     truncated: list[int]
     errors: dict[int, EmbedserveError]  # by input; empty unless per_input_errors
     lane: Lane
@@ -395,7 +396,17 @@ def _shape(
     times.queue_ms, times.forward_ms = reply.queue_ms, reply.forward_ms
     times.pack_ms, times.reply_ms = reply.pack_ms, reply.reply_ms
     return EmbedResult(
-        vectors, scales, call.count, dims, call.dtype, prepared.token_counts, prepared.truncated, errors, lane, times
+        vectors,
+        scales,
+        call.count,
+        dims,
+        call.dtype,
+        prepared.token_counts,
+        len(prepared.encoded.ids),
+        prepared.truncated,
+        errors,
+        lane,
+        times,
     )
 
 
@@ -423,6 +434,6 @@ def _observe(result: EmbedResult) -> None:
     _stage_seconds["pack", lane].observe(times.pack_ms / 1000)
     _stage_seconds["reply", lane].observe(times.reply_ms / 1000)
     metrics.INPUTS.inc(result.count - len(result.errors))
-    metrics.TOKENS.inc(int(result.token_counts.sum()))
+    metrics.TOKENS.inc(result.tokens)
     if result.truncated:
         metrics.TRUNCATED.inc(len(result.truncated))

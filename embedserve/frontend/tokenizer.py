@@ -35,8 +35,8 @@ class Encoded:
 class Tokenizer:
     """`encode` may be awaited by many requests at once; each turn's short texts go through one call.
 
-    Raises StartError when the file is damaged. Truncation and padding, which some folders bake in, are switched off at load and never set again:
-    they are mutable state of the shared object.
+    Truncation and padding, which some folders bake in, are switched off at load and never set again: they are mutable
+    state of the shared object. Raises StartError when the file is damaged.
     """
 
     def __init__(self, file: str) -> None:
@@ -122,11 +122,11 @@ class Tokenizer:
 
 def _deliver(encoded: Encoded, turn: list[tuple[list[str], asyncio.Future[Encoded]]]) -> None:
     """To each caller its part."""
+    ends = np.cumsum(encoded.lengths).tolist()
     row = token = 0
     for texts, future in turn:
-        lengths = encoded.lengths[row : row + len(texts)]
-        tokens = int(lengths.sum())
+        end_row = row + len(texts)
+        end_token = ends[end_row - 1] if texts else token
         if not future.done():
-            future.set_result(Encoded(encoded.ids[token : token + tokens], lengths))
-        row += len(texts)
-        token += tokens
+            future.set_result(Encoded(encoded.ids[token:end_token], encoded.lengths[row:end_row]))
+        row, token = end_row, end_token
