@@ -24,6 +24,8 @@ Knows no protocol library: the gRPC code is its name.
 
 from __future__ import annotations
 
+MAX_MESSAGE_CHARS = 500  # of an error, at up to 12 bytes each: gRPC clients take 8 KiB of metadata
+
 
 class EmbedserveError(Exception):
     """`message` says what came, what is allowed and what to change; `param` names the field, as "input[3]"."""
@@ -144,3 +146,11 @@ class ServerError(EmbedserveError):
 
 class StartError(EmbedserveError):
     """The server cannot start as it was asked to."""
+
+
+def shortened(message: str) -> str:
+    """An error's message without the middle of what it repeats of the request."""
+    if len(message) <= MAX_MESSAGE_CHARS:
+        return message
+    end = MAX_MESSAGE_CHARS // 2
+    return f"{message[: MAX_MESSAGE_CHARS - end - 3]} … {message[-end:]}"

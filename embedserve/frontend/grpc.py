@@ -16,8 +16,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from embedserve import metrics
-from embedserve.errors import EmbedserveError, InvalidInput, Overloaded, ServerError
-from embedserve.frontend.service import EmbedCall, EmbedResult, Service, shortened
+from embedserve.errors import EmbedserveError, InvalidInput, Overloaded, ServerError, shortened
+from embedserve.frontend.call import EmbedCall, EmbedResult
+from embedserve.frontend.service import Service
 from embedserve.messages import Lane
 from embedserve.v1 import embedding_pb2 as pb
 from embedserve_kernels.output_layout import OutputDtype

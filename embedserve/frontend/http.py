@@ -31,6 +31,7 @@ from embedserve.errors import (
     RouteNotFound,
     ServerError,
 )
+from embedserve.frontend.call import EmbedCall, EmbedResult
 from embedserve.frontend.openai import (
     ROWS_A_SLICE,
     EmbeddingsRequest,
@@ -39,7 +40,7 @@ from embedserve.frontend.openai import (
     embeddings_body,
     error_body,
 )
-from embedserve.frontend.service import EmbedCall, EmbedResult, Service
+from embedserve.frontend.service import Service
 
 # Of a body that is too large, so that its sender gets to read the answer.
 MAX_DISCARDED_BYTES = 256_000_000

@@ -14,8 +14,9 @@ import msgspec
 import numpy as np
 import orjson
 
-from embedserve.errors import EmbedserveError, InvalidInput, TokenIdsRefused
-from embedserve.frontend.service import EmbedCall, EmbedResult, Service, shortened
+from embedserve.errors import EmbedserveError, InvalidInput, TokenIdsRefused, shortened
+from embedserve.frontend.call import EmbedCall, EmbedResult
+from embedserve.frontend.service import Service
 from embedserve.messages import Lane
 from embedserve_kernels.output_layout import OutputDtype
 

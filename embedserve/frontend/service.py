@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -19,97 +18,21 @@ from embedserve.engine.batcher import auto_lane
 from embedserve.errors import (
     EmbedserveError,
     EngineUnavailable,
-    InputTooLong,
     InvalidInput,
-    InvalidTokenId,
     ModelNotFound,
     NonfiniteOutput,
     Overloaded,
     RequestTimeout,
     SpaceMismatch,
 )
+from embedserve.frontend.call import EmbedCall, EmbedResult, Times
 from embedserve.frontend.engine_client import EngineClient, EngineReply, EngineRequest
-from embedserve.frontend.tokenizer import Encoded, Tokenizer
+from embedserve.frontend.inputs import Inputs, Prepared
 from embedserve.messages import Lane
 from embedserve.model.card import ModelCard
-from embedserve_kernels.output_layout import NUMPY_DTYPES, OutputDtype, row_bytes, row_width
+from embedserve_kernels.output_layout import OutputDtype, row_bytes
 
-# Names under which folders keep the prompt of each input type; sentence-transformers looks for the same.
-PROMPT_NAMES = {"query": ("query",), "document": ("document", "passage", "corpus")}
 MIN_BYTES_IN_FLIGHT = 256_000_000
-MAX_MESSAGE_CHARS = 500  # of an error, at up to 12 bytes each: gRPC clients take 8 KiB of metadata
-
-
-@dataclass(slots=True)
-class EmbedCall:
-    """One request, whatever it came by. Exactly one of texts and token_ids; `field` is its name in the protocol."""
-
-    field: str
-    texts: list[str] | None = None
-    token_ids: Sequence[Sequence[int]] | None = None
-    model: str | None = None
-    input_type: str | None = None  # "query" | "document"
-    prompt_name: str | None = None
-    instruction: str | None = None
-    dimensions: int | None = None
-    dtype: OutputDtype = OutputDtype.FLOAT32
-    normalize: bool | None = None
-    truncate: str | None = None  # "none" | "left" | "right"
-    lane: Lane | None = None
-    per_input_errors: bool = False
-    expect_space: str | None = None
-
-    @property
-    def count(self) -> int:
-        return len(self.texts if self.texts is not None else self.token_ids or ())
-
-
-@dataclass(slots=True)
-class Times:
-    """Milliseconds by stage. Over several batches, queue ends as the first begins and forward as the last ends."""
-
-    tokenize_ms: float = 0.0
-    queue_ms: float = 0.0
-    forward_ms: float = 0.0
-    pack_ms: float = 0.0
-    reply_ms: float = 0.0
-    total_ms: float = 0.0
-
-
-@dataclass(slots=True)
-class EmbedResult:
-    """Row-major vectors: [count, dims], or [count, dims / 8 rounded up] for the binary forms.
-
-    Rows of inputs that have an error are zero.
-    """
-
-    vectors: memoryview | bytes
-    scales: memoryview | bytes  # float32 [count]; int8 only
-    count: int
-    dims: int
-    dtype: OutputDtype
-    token_counts: np.ndarray  # int32 [count]
-    tokens: int  # of all inputs
-    truncated: list[int]
-    errors: dict[int, EmbedserveError]  # by input; empty unless per_input_errors
-    lane: Lane
-    times: Times
-
-    def rows(self) -> np.ndarray:
-        """The vectors as numpy, without a copy."""
-        flat = np.frombuffer(self.vectors, NUMPY_DTYPES[self.dtype])
-        return flat.reshape(self.count, row_width(self.dims, self.dtype))
-
-
-@dataclass(slots=True)
-class _Prepared:
-    """Checked inputs: those without an error, end to end, and which they were."""
-
-    encoded: Encoded
-    indexes: list[int] | None  # of the good inputs; None when all are good
-    token_counts: np.ndarray
-    truncated: list[int] = field(default_factory=list)
-    errors: dict[int, EmbedserveError] = field(default_factory=dict)
 
 
 class Service:
@@ -122,13 +45,13 @@ class Service:
         self._bytes_in_flight = 0
         self._max_bytes_in_flight = max(MIN_BYTES_IN_FLIGHT, 4 * config.max_body_bytes)
         self._card: ModelCard | None = None
-        self._tokenizer: Tokenizer | None = None
+        self._inputs: Inputs | None = None
 
     def use(self, card: ModelCard) -> None:
         """Serve this model. Called again when an engine was restarted; the folder may have changed under it."""
         if card != self._card:
-            self._tokenizer = Tokenizer(card.tokenizer_file)
-        self._card = card
+            self._card = card
+            self._inputs = Inputs(card, max_tokens=self.max_input_tokens, auto_truncate=self.config.auto_truncate)
 
     @property
     def card(self) -> ModelCard:
@@ -195,7 +118,11 @@ class Service:
     async def _embed(self, call: EmbedCall) -> EmbedResult:
         started = time.monotonic()
         dims = self._check(call)
-        prepared = await self._prepare(call)
+        inputs = self._inputs
+        assert inputs is not None  # where there is a card, and _check asked for it
+        prepared = await inputs.prepare(call)
+        if self._inputs is not inputs:
+            raise EngineUnavailable("the model was replaced meanwhile; send the request again")
         tokenized = time.monotonic()
         encoded = prepared.encoded
         lane = call.lane or auto_lane(len(encoded.lengths), len(encoded.ids))
@@ -245,137 +172,8 @@ class Service:
                 param="model",
             )
 
-    async def _prepare(self, call: EmbedCall) -> _Prepared:
-        """Token ids of every good input, within the model's limit, and an error for every bad one."""
-        assert self._tokenizer is not None
-        prompt = self._prompt(call)
-        errors: dict[int, EmbedserveError] = {}
-        if call.texts is not None:
-            encoded = await self._tokenizer.encode([prompt + text for text in call.texts] if prompt else call.texts)
-        else:
-            encoded = self._take_token_ids(call, errors)
-        if len(encoded.ids) == 0 or int(encoded.lengths.min()) == 0 or int(encoded.ids.max()) >= self.card.vocab_size:
-            self._find_impossible(call, encoded, errors)
-        prepared = _Prepared(encoded, None, encoded.lengths, errors=errors)
-        limit = self.max_input_tokens
-        too_long = np.flatnonzero(encoded.lengths > limit)
-        if len(too_long) or errors:
-            self._cut_or_refuse(call, prepared, too_long.tolist(), limit)
-        if prepared.errors and not call.per_input_errors:
-            raise prepared.errors[min(prepared.errors)]
-        return prepared
 
-    def _take_token_ids(self, call: EmbedCall, errors: dict[int, EmbedserveError]) -> Encoded:
-        assert self._tokenizer is not None
-        assert call.token_ids is not None
-        inputs: list[np.ndarray] = []
-        for index, ids in enumerate(call.token_ids):
-            try:
-                taken = np.array(ids, np.int64)
-            except OverflowError:
-                taken = np.array([-1])  # as far outside the vocabulary as can be
-            if len(taken) and not 0 <= taken.min() <= taken.max() < self.card.vocab_size:
-                bad = next(id for id in ids if not 0 <= id < self.card.vocab_size)
-                errors[index] = self._outside_vocabulary(call, index, bad)
-                taken = taken[:0]
-            inputs.append(self._tokenizer.add_special_tokens(taken.astype(np.int32)))
-        return Encoded(np.concatenate(inputs), np.fromiter(map(len, inputs), np.int32, len(inputs)))
-
-    def _outside_vocabulary(self, call: EmbedCall, index: int, id: int) -> InvalidTokenId:
-        return InvalidTokenId(
-            f"input {index} has the token id {id}; the vocabulary is 0 to {self.card.vocab_size - 1}.",
-            param=f"{call.field}[{index}]",
-        )
-
-    def _find_impossible(self, call: EmbedCall, encoded: Encoded, errors: dict[int, EmbedserveError]) -> None:
-        """What only an odd tokenizer makes of a text: no token at all, or ids that the model has no embedding for."""
-        for index in np.flatnonzero(encoded.lengths == 0).tolist():
-            no_tokens = InvalidInput(
-                f"input {index} has no tokens; this model's tokenizer adds none of its own, so send some text.",
-                param=f"{call.field}[{index}]",
-            )
-            errors.setdefault(index, no_tokens)
-        for place in np.flatnonzero(encoded.ids >= self.card.vocab_size).tolist():
-            index = int(np.searchsorted(np.cumsum(encoded.lengths), place, side="right"))
-            errors.setdefault(index, self._outside_vocabulary(call, index, int(encoded.ids[place])))
-
-    def _cut_or_refuse(self, call: EmbedCall, prepared: _Prepared, too_long: list[int], limit: int) -> None:
-        """The slow path: rebuild the inputs, without those that have an error."""
-        assert self._tokenizer is not None
-        side = call.truncate or ("right" if self.config.auto_truncate else "none")
-        encoded = prepared.encoded
-        inputs = np.split(encoded.ids, np.cumsum(encoded.lengths)[:-1])
-        for index in too_long:
-            if side == "none":
-                prepared.errors[index] = InputTooLong(
-                    f"input {index} has {len(inputs[index])} tokens; this model takes {limit}. "
-                    'Send truncate="right" or "left", or start the server with --auto-truncate.',
-                    param=f"{call.field}[{index}]",
-                )
-            else:
-                inputs[index] = self._tokenizer.cut(inputs[index], limit, side)
-                prepared.truncated.append(index)
-        prepared.indexes = [index for index in range(len(inputs)) if index not in prepared.errors]
-        prepared.token_counts = np.fromiter(map(len, inputs), np.int32, len(inputs))
-        prepared.token_counts[list(prepared.errors)] = 0
-        good = [inputs[index] for index in prepared.indexes]
-        prepared.encoded = Encoded(
-            np.concatenate([*good, np.empty(0, np.int32)]), prepared.token_counts[prepared.indexes]
-        )
-
-    def _prompt(self, call: EmbedCall) -> str:
-        """What goes before each text. Token ids carry their prompt already, so a request must not name one for them."""
-        named = [name for name in ("input_type", "prompt_name", "instruction") if getattr(call, name) is not None]
-        if len(named) > 1:
-            raise InvalidInput(f"send one of {' and '.join(named)}, not both.", param=named[-1])
-        if call.token_ids is None:
-            return self._named_prompt(call)
-        if named and self._named_prompt(call):
-            raise InvalidInput(
-                f"{named[0]} applies to texts; send token ids with their prompt already in.", param=named[0]
-            )
-        return ""
-
-    def _named_prompt(self, call: EmbedCall) -> str:
-        prompts = self.card.prompts
-        if call.instruction is not None:
-            return self._instruction_prompt(call.instruction)
-        if call.prompt_name is not None:
-            if call.prompt_name not in prompts:
-                raise InvalidInput(
-                    f"prompt_name is {call.prompt_name!r}; "
-                    f"this model has {', '.join(map(repr, prompts)) or 'no prompts'}.",
-                    param="prompt_name",
-                )
-            return prompts[call.prompt_name]
-        if call.input_type is not None:
-            return next((prompts[name] for name in PROMPT_NAMES[call.input_type] if name in prompts), "")
-        return prompts.get(self.card.default_prompt_name or "", "")
-
-    def _instruction_prompt(self, instruction: str) -> str:
-        """The folder's query prompt with the caller's instruction: `Instruct: …\\nQuery:` (Qwen3-Embedding's card)."""
-        query_prompt = self.card.prompts.get("query", "")
-        head, separator, tail = query_prompt.partition("\n")
-        if not head.startswith("Instruct:") or not separator:
-            raise InvalidInput(
-                "this model's folder defines no instruction prompt; send input_type or prompt_name, "
-                "or put the instruction into the text.",
-                param="instruction",
-            )
-        return f"Instruct: {instruction}\n{tail}"
-
-
-def shortened(message: str) -> str:
-    """An error's message without the middle of what it repeats of the request."""
-    if len(message) <= MAX_MESSAGE_CHARS:
-        return message
-    end = MAX_MESSAGE_CHARS // 2
-    return f"{message[: MAX_MESSAGE_CHARS - end - 3]} … {message[-end:]}"
-
-
-def _shape(
-    call: EmbedCall, dims: int, lane: Lane, prepared: _Prepared, reply: EngineReply, times: Times
-) -> EmbedResult:
+def _shape(call: EmbedCall, dims: int, lane: Lane, prepared: Prepared, reply: EngineReply, times: Times) -> EmbedResult:
     errors = prepared.errors
     vectors: memoryview | bytes = reply.vectors
     scales: memoryview | bytes = reply.scales
