@@ -132,6 +132,17 @@ def test_sigterm_finishes_what_is_in_flight_over_both_protocols_and_exits_0() ->
             httpx.get(f"{server.http_url}/health")
 
 
+def test_sigterm_to_the_whole_group_drains_too() -> None:
+    """As systemd, `timeout` and a terminal's Ctrl-C send it."""
+    texts = [f"document number {i} about nothing in particular" for i in range(600)]
+    with start_server() as server, ThreadPoolExecutor() as pool:
+        reply = pool.submit(httpx.post, f"{server.http_url}/v1/embeddings", json={"input": texts}, timeout=60)
+        wait_until(lambda: queued_tokens(server) > 0)
+        os.killpg(server.pid, signal.SIGTERM)
+        assert len(reply.result().json()["data"]) == 600
+        assert server.wait(timeout=30) == 0
+
+
 def test_server_restarts_on_the_same_ports_at_once() -> None:
     with start_server() as first, httpx.Client(base_url=first.http_url) as client:
         ports = ("--http-port", str(port_of(first.http_url)), "--grpc-port", str(port_of(first.grpc_target)))
@@ -171,17 +182,26 @@ def test_dead_frontend_is_replaced() -> None:
             assert httpx.post(f"{server.http_url}/v1/embeddings", json={"input": "x"}).status_code == 200
 
 
+def test_engine_and_frontends_killed_together_all_come_back() -> None:
+    with start_server("--frontends", "2") as server:
+        for child in psutil.Process(server.pid).children():
+            child.kill()
+        wait_until(lambda: listeners(server) == 2)
+        wait_until(lambda: answers(server))
+        assert "engine 2" in engine(server).cmdline()[0]
+
+
 def test_stuck_engine_turns_ready_red_while_health_stays_green() -> None:
     with start_server("--stuck-after-s", "1") as server, ThreadPoolExecutor() as pool:
         assert httpx.get(f"{server.http_url}/ready").status_code == 200
-        engine(server).suspend()
-        waiting = pool.submit(httpx.post, f"{server.http_url}/v1/embeddings", json={"input": "x"}, timeout=60)
+        engine(server).suspend()  # and nobody waits on it
         wait_until(lambda: httpx.get(f"{server.http_url}/ready").status_code == 503)
+        waiting = pool.submit(httpx.post, f"{server.http_url}/v1/embeddings", json={"input": "x"}, timeout=60)
         assert "has not moved" in httpx.get(f"{server.http_url}/ready").json()["reason"]
         assert httpx.get(f"{server.http_url}/health").status_code == 200
         engine(server).resume()
         assert waiting.result().status_code == 200
-        assert httpx.get(f"{server.http_url}/ready").status_code == 200
+        wait_until(lambda: httpx.get(f"{server.http_url}/ready").status_code == 200)
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -225,6 +245,13 @@ def engine(server: Server) -> psutil.Process:
 
 def port_of(address: str) -> int:
     return int(address.rsplit(":", 1)[1])
+
+
+def answers(server: Server) -> bool:
+    try:
+        return httpx.post(f"{server.http_url}/v1/embeddings", json={"input": "x"}).status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 def queued_tokens(server: Server) -> float:

