@@ -20,7 +20,7 @@ from embedserve.model.folder import read_folder
 from embedserve.model.loader import check_sha256, load_encoder
 from embedserve_kernels.output_layout import OutputDtype, lay_out
 from embedserve_kernels.pool_normalize import Pooling, pool_normalize
-from embedserve_kernels.varlen_attention import group_equal_lengths
+from embedserve_kernels.varlen_attention import attention_kernels, group_equal_lengths
 
 if TYPE_CHECKING:
     from embedserve.model.encoder import BertEncoder
@@ -75,7 +75,7 @@ def load_runner(
         dtype=dtype_name,
         device=torch_device.type,
         space_id=space_id,
-        numerics_id=_numerics_id(dtype_name, torch_device),
+        numerics_id=_numerics_id(dtype_name, torch_device, attention_kernels(torch_dtype)),
         prompts=folder.prompts,
         default_prompt_name=folder.default_prompt_name,
         similarity=folder.similarity,
@@ -218,7 +218,7 @@ def _cpu_flags() -> frozenset[str]:
     return frozenset(flags[1].split()) if flags else frozenset()
 
 
-def _numerics_id(dtype: str, device: torch.device) -> str:
+def _numerics_id(dtype: str, device: torch.device, kernels: str) -> str:
     """Readable: what must be the same for two servers' vectors to be the same to the last bit."""
     machine = "-".join([torch.backends.cpu.get_cpu_capability().lower(), *sorted(_cpu_flags() & _BFLOAT16_FLAGS)])
-    return f"{dtype}/{device.type}/{machine}/torch-{torch.__version__}/embedserve-{__version__}"
+    return f"{dtype}/{device.type}/{machine}/{kernels}/torch-{torch.__version__}/embedserve-{__version__}"
