@@ -77,8 +77,8 @@ def reserve_port(host: str, port: int) -> socket.socket:
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    except socket.gaierror as error:
-        raise StartError(f"--host {host}: {error.strerror}") from error
+    except (socket.gaierror, UnicodeError) as error:
+        raise StartError(f"--host {host}: {error}.") from error
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -163,7 +163,8 @@ class Supervisor:
                 return
             child.backoff_s = FIRST_BACKOFF_S if time.monotonic() - started > STEADY_S else child.backoff_s
             log.error("%s ended with status %s; starting another in %.1f s", child.name, status, child.backoff_s)
-            await asyncio.sleep(child.backoff_s)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), child.backoff_s)
             child.backoff_s = min(MAX_BACKOFF_S, 2 * child.backoff_s)
 
     def _slot_ended(self, slot: asyncio.Task[None]) -> None:

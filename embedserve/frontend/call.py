@@ -12,6 +12,7 @@ import numpy as np
 
 from embedserve.errors import EmbedserveError
 from embedserve.messages import Lane
+from embedserve.model.card import ModelCard
 from embedserve_kernels.output_layout import NUMPY_DTYPES, OutputDtype, row_width
 
 
@@ -69,6 +70,7 @@ class EmbedResult:
     errors: dict[int, EmbedserveError]  # by input; empty unless per_input_errors
     lane: Lane
     times: Times
+    card: ModelCard  # of the model that made them
 
     def rows(self) -> np.ndarray:
         """The vectors as numpy, without a copy."""

@@ -161,7 +161,7 @@ def embed_call(request: pb.EmbedRequest) -> EmbedCall:
 
 
 def embed_response(request: pb.EmbedRequest, result: EmbedResult, service: Service) -> pb.EmbedResponse:
-    card, times = service.card, result.times
+    card, times = result.card, result.times
     return pb.EmbedResponse(
         vectors=bytes(result.vectors),
         count=result.count,

@@ -86,8 +86,9 @@ class Inputs:
                 param=f"{call.field}[{index}]",
             )
             errors.setdefault(index, no_tokens)
-        for place in np.flatnonzero(encoded.ids >= self._card.vocab_size).tolist():
-            index = int(np.searchsorted(np.cumsum(encoded.lengths), place, side="right"))
+        outside = np.flatnonzero(encoded.ids >= self._card.vocab_size)
+        inputs, first = np.unique(np.searchsorted(np.cumsum(encoded.lengths), outside, side="right"), return_index=True)
+        for index, place in zip(inputs.tolist(), outside[first].tolist(), strict=True):
             errors.setdefault(index, self._outside_vocabulary(call, index, int(encoded.ids[place])))
 
     def _cut_or_refuse(self, call: EmbedCall, prepared: Prepared, too_long: list[int]) -> None:

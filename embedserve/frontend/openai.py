@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import binascii
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import msgspec
-import numpy as np
 import orjson
 
 from embedserve.errors import EmbedserveError, InvalidInput, TokenIdsRefused, shortened
@@ -90,22 +89,22 @@ def embed_call(request: EmbeddingsRequest, service: Service) -> EmbedCall:
 
 def embeddings_body(request: EmbeddingsRequest, result: EmbedResult, service: Service) -> Iterator[bytes]:
     """The reply in pieces of a few rows each, so that a caller may do other things in between."""
-    rows: Sequence[Any] | np.ndarray = result.rows()
-    if request.encoding_format == "base64":
-        rows = [binascii.b2a_base64(row, newline=False).decode("ascii") for row in rows]
+    rows = result.rows()
     yield b'{"object":"list","data":['
     for start in range(0, result.count, ROWS_A_SLICE):
+        vectors: Iterable[Any] = rows[start : start + ROWS_A_SLICE]
+        if request.encoding_format == "base64":
+            vectors = (binascii.b2a_base64(row, newline=False).decode("ascii") for row in vectors)
         slice_of_data = [
-            {"object": "embedding", "index": index, "embedding": vector}
-            for index, vector in enumerate(rows[start : start + ROWS_A_SLICE], start)
+            {"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(vectors, start)
         ]
         encoded = orjson.dumps(slice_of_data, option=orjson.OPT_SERIALIZE_NUMPY)
         yield (b"," if start else b"") + encoded[1:-1]
     rest: dict[str, Any] = {
         "model": request.model or service.served_names[0],
         "usage": {"prompt_tokens": result.tokens, "total_tokens": result.tokens},
-        "space_id": service.card.space_id,
-        "numerics_id": service.card.numerics_id,
+        "space_id": result.card.space_id,
+        "numerics_id": result.card.numerics_id,
     }
     if result.truncated:
         rest["truncated"] = result.truncated

@@ -117,6 +117,7 @@ class Service:
 
     async def _embed(self, call: EmbedCall) -> EmbedResult:
         started = time.monotonic()
+        card = self.card
         dims = self._check(call)
         inputs = self._inputs
         assert inputs is not None  # where there is a card, and _check asked for it
@@ -126,14 +127,14 @@ class Service:
         tokenized = time.monotonic()
         encoded = prepared.encoded
         lane = call.lane or auto_lane(len(encoded.lengths), len(encoded.ids))
-        normalize = self.card.normalized if call.normalize is None else call.normalize
+        normalize = card.normalized if call.normalize is None else call.normalize
         times = Times(tokenize_ms=(tokenized - started) * 1000)
         if len(encoded.lengths):
             request = EngineRequest(encoded.ids, encoded.lengths, lane, dims, call.dtype, normalize)
             reply = await self.engine.embed(request)
         else:
             reply = EngineReply(memoryview(b""), memoryview(b""), [], 0.0, 0.0, 0.0, 0.0)
-        result = _shape(call, dims, lane, prepared, reply, times)
+        result = _shape(call, card, dims, lane, prepared, reply, times)
         times.total_ms = (time.monotonic() - started) * 1000
         _observe(result)
         return result
@@ -173,7 +174,9 @@ class Service:
             )
 
 
-def _shape(call: EmbedCall, dims: int, lane: Lane, prepared: Prepared, reply: EngineReply, times: Times) -> EmbedResult:
+def _shape(
+    call: EmbedCall, card: ModelCard, dims: int, lane: Lane, prepared: Prepared, reply: EngineReply, times: Times
+) -> EmbedResult:
     errors = prepared.errors
     vectors: memoryview | bytes = reply.vectors
     scales: memoryview | bytes = reply.scales
@@ -205,6 +208,7 @@ def _shape(call: EmbedCall, dims: int, lane: Lane, prepared: Prepared, reply: En
         errors,
         lane,
         times,
+        card,
     )
 
 

@@ -56,7 +56,7 @@ class Tokenizer:
         """Takes any valid Unicode, which is all that the protocols let in. Raises ServerError should it fail."""
         loop = asyncio.get_running_loop()
         if sum(map(len, texts)) > LONG_CHARS:
-            return await loop.run_in_executor(self._long, self._encode, texts)
+            return await self._encode_in(texts, self._long)
         future: asyncio.Future[Encoded] = loop.create_future()
         self._waiting.append((texts, future))
         if self._turns is None or self._turns.done():
@@ -95,19 +95,35 @@ class Tokenizer:
         while self._waiting:
             turn = [(texts, future) for texts, future in self._waiting if not future.done()]  # callers may have left
             self._waiting = []
-            texts = [text for texts, _ in turn for text in texts]
             try:
-                if sum(map(len, texts)) <= INLINE_CHARS:
-                    encoded = self._encode(texts)
-                else:
-                    encoded = await asyncio.get_running_loop().run_in_executor(self._short, self._encode, texts)
-            except BaseException as error:  # the outermost frame of this task; a panic in Rust is no Exception
-                log.error("the tokenizer failed on one of %d texts", len(texts), exc_info=error)
-                for _, future in turn:
-                    if not future.done():
-                        future.set_exception(ServerError("the tokenizer failed; the server's log says why"))
+                _deliver(await self._encode_in([text for texts, _ in turn for text in texts], self._short), turn)
+            except ServerError:
+                await self._encode_apart(turn)
+
+    async def _encode_apart(self, turn: list[tuple[list[str], asyncio.Future[Encoded]]]) -> None:
+        """After one text failed its whole turn: each caller alone, so that only his fails."""
+        for texts, future in turn:
+            try:
+                encoded = await self._encode_in(texts, self._short)
+            except ServerError as error:
+                if not future.done():
+                    future.set_exception(error)
             else:
-                _deliver(encoded, turn)
+                _deliver(encoded, [(texts, future)])
+
+    async def _encode_in(self, texts: list[str], worker: ThreadPoolExecutor) -> Encoded:
+        """Here when that is quick, else on the worker. Raises ServerError for whatever the tokenizer raises."""
+        try:
+            if sum(map(len, texts)) <= INLINE_CHARS:
+                return self._encode(texts)
+            return await asyncio.get_running_loop().run_in_executor(worker, self._encode, texts)
+        except asyncio.CancelledError:
+            raise
+        except (
+            BaseException
+        ) as error:  # tokenizers raises nothing narrower than Exception, and a panic in Rust not even it
+            log.error("the tokenizer failed on one of %d texts", len(texts), exc_info=error)
+            raise ServerError("the tokenizer failed; the server's log says why") from error
 
     def _encode(self, texts: list[str]) -> Encoded:
         # encode_batch_fast alone releases the GIL for the whole of its work, so it is used even for one text.

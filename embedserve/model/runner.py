@@ -75,7 +75,9 @@ def load_runner(
         dtype=dtype_name,
         device=torch_device.type,
         space_id=space_id,
-        numerics_id=_numerics_id(dtype_name, torch_device, attention_kernels(torch_dtype)),
+        numerics_id=_numerics_id(
+            dtype_name, torch_device, attention_kernels(torch_dtype, encoder.config.hidden // encoder.config.heads)
+        ),
         prompts=folder.prompts,
         default_prompt_name=folder.default_prompt_name,
         similarity=folder.similarity,

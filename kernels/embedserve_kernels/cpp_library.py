@@ -15,7 +15,6 @@ import shlex
 import stat
 import subprocess
 import sys
-import tempfile
 import threading
 from pathlib import Path
 
@@ -83,12 +82,11 @@ def _compile(compiler: list[str], source: Path, library: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)  # released by closing, or by dying
         if library.exists():
             return
-        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-            built = Path(folder) / library.name
-            _run([*compiler, *_FLAGS, str(source), "-o", str(built)])
-            with built.open("rb") as file:
-                os.fsync(file.fileno())
-            built.rename(library)
+        built = library.with_suffix(".part")  # a leftover of one that was killed is overwritten
+        _run([*compiler, *_FLAGS, str(source), "-o", str(built)])
+        with built.open("rb") as file:
+            os.fsync(file.fileno())
+        built.rename(library)
 
 
 def _run(command: list[str]) -> str:

@@ -52,25 +52,19 @@ def varlen_attention(qkv: torch.Tensor, heads: int, groups: list[EqualLengths]) 
     total_tokens, width = qkv.shape
     assert total_tokens >= _end(groups), (total_tokens, groups[-1])
     head_dim = width // (3 * heads)
-    if (
-        qkv.device.type == "cpu"
-        and head_dim % 8 == 0
-        and head_dim <= _CPP_HEAD_DIM
-        and qkv.is_contiguous()
-        and attention_kernels(qkv.dtype) == "cpp"
-    ):
+    if qkv.device.type == "cpu" and qkv.is_contiguous() and attention_kernels(qkv.dtype, head_dim) == "cpp":
         return varlen_attention_cpp(qkv, heads, groups)
     return varlen_attention_reference(qkv, heads, groups)
 
 
-def attention_kernels(dtype: torch.dtype) -> str:
-    """The body that a CPU runs in this dtype, "cpp" or "torch", where the head dims allow. The first call may compile.
+def attention_kernels(dtype: torch.dtype, head_dim: int) -> str:
+    """The body that a CPU runs in this dtype, "cpp" or "torch". The first call may compile.
 
     Measured on one core, 12 heads of 32: with AVX-512 the C++ body takes 0.2 of torch's time at lengths of 6 to 24 and
     0.3 to 0.4 at 40 to 8192; with AVX2, both held to it, 0.3 at 6 to 24 and 0.8 at 256 and 512. AMX is not measured.
     """
     # The C++ body takes one thread, for forwards side by side; torch shares a lone forward's work among several.
-    suits = dtype in _CPP_DTYPES and torch.get_num_threads() == 1
+    suits = dtype in _CPP_DTYPES and head_dim % 8 == 0 and head_dim <= _CPP_HEAD_DIM and torch.get_num_threads() == 1
     if suits and not (dtype == torch.bfloat16 and _has_amx()) and _cpp_function() is not None:
         return "cpp"
     return "torch"

@@ -28,7 +28,7 @@ qkv, groups = torch.randn(30, 96), group_equal_lengths(np.array([1, 9, 20]))
 for _ in range(3):
     out = varlen_attention(qkv, 2, groups)
     torch.testing.assert_close(out, varlen_attention_reference(qkv, 2, groups), rtol=1e-5, atol=1e-5)
-print(attention_kernels(torch.float32))
+print(attention_kernels(torch.float32, 32))
 """
 
 # Heap blocks of the exact size, so that a read or a write beyond one is caught; every width's remainders.

