@@ -16,7 +16,9 @@ import sys
 import textwrap
 import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import grpc
@@ -281,9 +283,12 @@ def embed_status(target: str, texts: list[str]) -> grpc.StatusCode:
     return grpc.StatusCode.OK
 
 
-def wait_until(holds: object, timeout_s: float = 60.0) -> None:
+def wait_until(holds: Callable[[], bool], timeout_s: float = 60.0) -> None:
     """Ask again and again, for what only another process knows."""
     deadline = time.monotonic() + timeout_s
-    while not holds():  # type: ignore[operator]
+    while True:
+        with suppress(psutil.NoSuchProcess):  # one of those asked about has just ended
+            if holds():
+                return
         assert time.monotonic() < deadline, "it did not come to hold in time"
         time.sleep(0.02)
