@@ -1,6 +1,6 @@
 """A loaded model: packed token ids in, the bytes of a batch's rows out.
 
-Knows tensors, rows and devices; neither requests, sockets nor threads. Load and launch on the same thread.
+Knows tensors, rows and devices; neither requests nor sockets. Load on one of the threads that will launch.
 """
 
 from __future__ import annotations
@@ -201,8 +201,8 @@ def _choose_dtype(dtype: str) -> torch.dtype:
 
 
 def _choose_forwards(forwards: int | None, threads: int, hidden: int) -> int:
-    """A small model's operations are too short to share: on two cores, two forwards of one thread each did 1.35 times
-    the texts of one forward of two threads (hidden 384), and hold up better when other processes take a core."""
+    """A small model's operations are too short to share: on two cores, two forwards of one thread each did twice the
+    texts of one forward of two threads (hidden 384; `python -m loadtest.forward --forwards 1 2`)."""
     if forwards is not None:
         return min(forwards, threads)
     if hidden > SMALL_HIDDEN:

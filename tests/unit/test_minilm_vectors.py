@@ -80,12 +80,13 @@ def test_minilm_gives_the_vectors_of_sentence_transformers(
     minilm.check(load_runner(None, dtype=dtype), batches([len(ids) for ids in minilm.ids]))
 
 
+@pytest.mark.parametrize("dtype", list(LEAST_COSINE))
 @pytest.mark.parametrize("batches", list(BATCHES.values()), ids=list(BATCHES))
 def test_cls_and_last_token_pooling_give_the_vectors_of_sentence_transformers(
-    tiny: tuple[str, Reference], batches: Callable[[list[int]], list[list[int]]]
+    tiny: tuple[str, Reference], dtype: str, batches: Callable[[list[int]], list[list[int]]]
 ) -> None:
     folder, reference = tiny
-    reference.check(load_runner(folder, dtype="float32"), batches([len(ids) for ids in reference.ids]))
+    reference.check(load_runner(folder, dtype=dtype), batches([len(ids) for ids in reference.ids]))
 
 
 def test_launch_works_on_any_thread(minilm: Reference) -> None:
