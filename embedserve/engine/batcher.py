@@ -1,4 +1,4 @@
-"""The waiting room: requests come in by lane, and a batch is cut at the moment the engine asks for one.
+"""The waiting room: requests come in by lane, and a batch is cut at the moment the lane's thread asks for one.
 
 `Batcher` is pure: no torch, socket, lock or clock. `WaitingRoom` is that batcher under one lock and one condition.
 """
@@ -15,7 +15,6 @@ import numpy as np
 from embedserve.messages import Lane
 from embedserve_kernels.output_layout import OutputDtype
 
-BULK_SHARE = 0.2  # of the tokens, while bulk work waits
 QUERY_MAX_INPUTS = 8
 QUERY_MAX_TOKENS = 512
 MIN_SHARE_TOKENS = 200  # smaller batches cost more a token than sharing them gains
@@ -92,16 +91,14 @@ class Batch:
 
 
 class Batcher:
-    """Two lanes. Queries go first; while bulk waits it gets its share of the tokens; oldest first within a lane.
+    """Two lanes, each batched by itself, oldest first.
 
     A request larger than the budget is taken in row ranges over several batches; an input larger than it goes alone.
     """
 
-    def __init__(self, *, bulk_share: float = BULK_SHARE) -> None:
+    def __init__(self) -> None:
         self._lanes: dict[Lane, OrderedDict[tuple[str, int], Request]] = {lane: OrderedDict() for lane in Lane}
         self._waiting_tokens = dict.fromkeys(Lane, 0)
-        self._bulk_share = bulk_share
-        self._bulk_due = 0.0  # tokens that bulk is owed of what ran while it waited; negative when its share ran ahead
 
     def add(self, request: Request) -> None:
         key = (request.frontend, request.id)
@@ -115,8 +112,6 @@ class Batcher:
             request = waiting.pop((frontend, id), None)
             if request is not None:
                 self._waiting_tokens[lane] -= request.waiting_tokens
-                if not self._lanes[Lane.BULK]:
-                    self._bulk_due = min(self._bulk_due, 0.0)
                 return request
         return None
 
@@ -136,50 +131,34 @@ class Batcher:
     def __len__(self) -> int:
         return sum(len(waiting) for waiting in self._lanes.values())
 
-    def next_batch(self, budget: int) -> Batch | None:
+    def next_batch(self, lane: Lane, budget: int) -> Batch | None:
         """At most `budget` tokens (more only for one input that is larger by itself), or None when nothing waits."""
         parts: list[Part] = []
         room = budget
-        tokens = min(budget, sum(self._waiting_tokens.values()))
-        room -= (share := self._take(Lane.BULK, room, parts, at_least=self._bulk_due + self._bulk_share * tokens))
-        room -= self._take(Lane.QUERY, room, parts, at_least=room)
-        room -= (surplus := self._take(Lane.BULK, room, parts, at_least=room))
-        if not parts:
-            self._bulk_due = 0.0  # whatever bulk took ahead of its share, no query waits for it
-            return None
-        # An input larger than the budget counts whole. What bulk got only because no query filled the room is held
-        # against it for one batch at most: long enough for a query larger than the budget to go alone.
-        due = self._bulk_due + self._bulk_share * max(tokens, budget - room) - share
-        due = max(due - surplus, min(due, -self._bulk_share * budget))
-        self._bulk_due = due if self._lanes[Lane.BULK] else min(due, 0.0)  # a lane that empties is owed nothing more
-        parts.sort(key=lambda part: (part.request.frontend, part.request.id, part.first_row))
-        return Batch(_joined(parts), budget - room)
-
-    def _take(self, lane: Lane, room: int, parts: list[Part], *, at_least: float) -> int:
-        """Move rows of `lane` into `parts`, oldest first, until `at_least` tokens are taken or `room` is full."""
-        taken = 0
         waiting = self._lanes[lane]
-        while waiting and taken < at_least:
+        while waiting and room > 0:
             key, request = next(iter(waiting.items()))
-            goal = min(room - taken, max(1, int(at_least - taken)))
-            rows = request.rows_within(goal)
-            if rows == 0 and (request.lengths[request.next_row] <= room - taken or not (parts or taken)):
-                rows = 1  # one input more than the goal asks for, or one larger than the whole budget: alone
+            rows = request.rows_within(room)
             if rows == 0:
-                break
+                if parts:
+                    break
+                rows = 1  # larger than the whole budget: alone
             part = Part(request, request.next_row, rows, 0)
             part.tokens = int(request.token_ends[part.first_row + rows] - request.token_ends[part.first_row])
             request.next_row += rows
             parts.append(part)
-            taken += part.tokens
+            room -= part.tokens
             self._waiting_tokens[lane] -= part.tokens
             if request.next_row == request.rows:
                 del waiting[key]
-        return taken
+        if not parts:
+            return None
+        parts.sort(key=lambda part: (part.request.frontend, part.request.id))
+        return Batch(parts, budget - room)
 
 
 class WaitingRoom:
-    """The one structure between IpcLoop, which adds and cancels, and EngineLoop, which takes.
+    """The one structure between IpcLoop, which adds and cancels, and the engine's loops, which take a lane each.
 
     Under the lock only references move. `observe` is called under it after every change: gauges are never stale.
     """
@@ -189,7 +168,7 @@ class WaitingRoom:
         self._max_tokens = max_tokens
         self._observe = observe
         self._lock = threading.Lock()
-        self._filled = threading.Condition(self._lock)
+        self._filled = {lane: threading.Condition(self._lock) for lane in Lane}
         self._closed = False
 
     def add(self, requests: Iterable[Request]) -> list[Request]:
@@ -202,8 +181,8 @@ class WaitingRoom:
                     refused.append(request)
                 else:
                     self._batcher.add(request)
+                    self._filled[request.lane].notify()
             self._observe(self._batcher)
-            self._filled.notify()
         return refused
 
     def cancel(self, frontend: str, ids: Iterable[int]) -> int:
@@ -219,39 +198,29 @@ class WaitingRoom:
             self._observe(self._batcher)
         return freed
 
-    def take(self, budget: int, takers: int = 1) -> Batch | None:
-        """Block until work waits, then cut a batch of at most `budget` tokens. None when the room is closed.
+    def take(self, lane: Lane, budget: int, takers: int = 1) -> Batch | None:
+        """Block until work of this lane waits, then cut a batch of at most `budget` tokens. None when the room is
+        closed.
 
-        `takers` is how many threads take. Each leaves the others their share of what waits, so that a lone request
-        runs on all of them, and a batch waits for whoever is done next while the last answers are still on their way.
+        `takers` is how many threads take from the lane. Each leaves the others their share of what waits, so that a
+        lone request runs on all of them, and a batch waits for whoever is done next while the last answers are still
+        on their way.
         """
         with self._lock:
             while not self._closed:
-                waiting = sum(self._batcher.waiting_tokens(lane) for lane in Lane)
+                waiting = self._batcher.waiting_tokens(lane)
                 share = max(MIN_SHARE_TOKENS, -(-waiting // takers))
-                batch = self._batcher.next_batch(min(budget, share))
+                batch = self._batcher.next_batch(lane, min(budget, share))
                 if batch is not None:
                     self._observe(self._batcher)
-                    if len(self._batcher):
-                        self._filled.notify()  # there is work left for another that takes
+                    if self._batcher.waiting_tokens(lane):
+                        self._filled[lane].notify()  # there is work left for another that takes
                     return batch
-                self._filled.wait()
+                self._filled[lane].wait()
         return None
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            self._filled.notify_all()
-
-
-def _joined(parts: list[Part]) -> list[Part]:
-    """Merge neighbours that continue each other (bulk taken for its share, then again for what was left)."""
-    joined: list[Part] = []
-    for part in parts:
-        last = joined[-1] if joined else None
-        if last and last.request is part.request and last.first_row + last.rows == part.first_row:
-            last.rows += part.rows
-            last.tokens += part.tokens
-        else:
-            joined.append(part)
-    return joined
+            for filled in self._filled.values():
+                filled.notify_all()

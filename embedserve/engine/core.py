@@ -104,7 +104,9 @@ class Engine:
         self._start("OutputLoop", output_loop.run)
         self._loops += [ipc_loop, output_loop]
         for _ in range(1, self._runner.forwards):
-            self._start("forward", self._make_engine_loop(self._runner).run)
+            self._start("forward", self._make_engine_loop(self._runner, Lane.QUERY).run)
+        for _ in range(self._runner.forwards):
+            self._start("bulk", self._make_engine_loop(self._runner, Lane.BULK).run)
         settle_memory()
         self._control.send(Ready(address))
 
@@ -115,10 +117,10 @@ class Engine:
         rows = max(1, self._max_batch_tokens // 2)  # an input has at least its special tokens
         buffer_bytes = min(rows * (row_bytes(runner.card.dims, OutputDtype.FLOAT32) + 1), MAX_RING_BUFFER_BYTES)
         self._buffers = BufferPool(
-            runner.forwards + SPARE_BUFFERS, buffer_bytes, outside=metrics.OUTPUT_BUFFERS_OUTSIDE_RING.inc
+            len(Lane) * runner.forwards + SPARE_BUFFERS, buffer_bytes, outside=metrics.OUTPUT_BUFFERS_OUTSIDE_RING.inc
         )
-        self._outbox = Outbox(limit=runner.forwards)
-        engine_loop = self._make_engine_loop(runner)
+        self._outbox = Outbox(limit=len(Lane) * runner.forwards)
+        engine_loop = self._make_engine_loop(runner, Lane.QUERY)
         self._runner = runner
         os.eventfd_write(self._events_fd, 1)
         engine_loop.run()
@@ -150,9 +152,10 @@ class Engine:
         metrics.BUILD_INFO.labels(*labels).set(1)
         return runner
 
-    def _make_engine_loop(self, runner: Runner) -> EngineLoop:
+    def _make_engine_loop(self, runner: Runner, lane: Lane) -> EngineLoop:
         loop = EngineLoop(
             runner,
+            lane,
             buffers=self._buffers,
             waiting_room=self._waiting_room,
             outbox=self._outbox,

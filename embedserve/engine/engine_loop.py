@@ -1,10 +1,13 @@
-"""EngineLoop: takes a batch from the waiting room, runs its forward pass, hands it to the outbox.
+"""EngineLoop: takes a batch of its lane from the waiting room, runs its forward pass, hands it to the outbox.
 
-It touches no socket and no per-request protocol object. On a CPU several of them may run side by side.
+It touches no socket and no per-request protocol object. On a CPU several of them run side by side, some for queries
+and as many for bulk. Bulk's have a lower priority: a query that comes gets the cores at once, in the midst of a bulk
+forward of whatever length, and the kernel's scheduler keeps for bulk the share that its priority stands for.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -15,21 +18,25 @@ from embedserve import metrics
 from embedserve.engine.batcher import Batch, WaitingRoom
 from embedserve.engine.buffers import BufferPool
 from embedserve.engine.outbox import FinishedBatch, Outbox
+from embedserve.messages import Lane
 from embedserve_kernels.output_layout import lay_out
 
 if TYPE_CHECKING:
     from embedserve.model.runner import Runner
 
+# Linux weighs a thread of this niceness 272 to 1024 against one of niceness 0: a fifth of a core that both want.
+BULK_NICENESS = 6
 SPEED_SMOOTHING = 0.1  # weight of the newest batch in the measured speed
 SPEED_MIN_TOKENS = 256  # smaller batches say little of the device's speed
 
 
 class EngineLoop:
-    """One forward at a time. Runner, pool, waiting room and outbox may be shared with the others of its kind."""
+    """One forward at a time, of one lane. Runner, pool, waiting room and outbox are shared with the other loops."""
 
     def __init__(
         self,
         runner: Runner,
+        lane: Lane,
         *,
         buffers: BufferPool,
         waiting_room: WaitingRoom,
@@ -38,6 +45,7 @@ class EngineLoop:
         max_batch_ms: float,
     ) -> None:
         self._runner = runner
+        self._lane = lane
         self._buffers = buffers
         self._waiting_room = waiting_room
         self._outbox = outbox
@@ -47,6 +55,8 @@ class EngineLoop:
         self.busy_since: float | None = None  # CLOCK_MONOTONIC, seconds; read by whoever watches for a stuck loop
 
     def run(self) -> None:
+        if self._lane is Lane.BULK:  # before the thread's own workers start, which inherit it
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BULK_NICENESS)
         self._runner.enter_thread()
         self._busy = metrics.THREAD_BUSY.labels(threading.current_thread().name)
         self._idle_since = time.monotonic()
@@ -79,9 +89,8 @@ class EngineLoop:
 
     def _step(self) -> bool:
         """One batch, in a call of its own: no name may keep a buffer's lease while the next batch is waited for."""
-        batch = self._waiting_room.take(
-            self.budget(), self._runner.forwards
-        )  # blocks until work waits; None when closed
+        # blocks until work waits; None when closed
+        batch = self._waiting_room.take(self._lane, self.budget(), self._runner.forwards)
         if batch is None:
             return False
         self.busy_since = time.monotonic()

@@ -87,7 +87,8 @@ def load_runner(
 
 
 class Runner:
-    """Call `launch` on at most `forwards` threads, each of which called `enter_thread` first.
+    """Call `launch` on any threads, of which `forwards` at a time keep the cores busy, and each of which called
+    `enter_thread` first.
 
     torch's parallel operations keep a pool of workers for each thread that calls them.
     """

@@ -29,6 +29,7 @@ import pytest
 from servers import Server, start_server
 
 from embedserve.config import Config
+from embedserve.engine.engine_loop import BULK_NICENESS
 from embedserve.process import ChildSpec, spawn
 from embedserve_client import EmbedClient
 
@@ -49,6 +50,15 @@ def test_engine_has_one_thread_of_each_name_in_proc(server: Server) -> None:
     names = Counter(path.read_text().strip() for path in Path(f"/proc/{engine(server).pid}/task").glob("*/comm"))
     assert {name: names[name] for name in LOOPS} == dict.fromkeys(LOOPS, 1)
     assert names["forward"] >= 1  # the pool's workers do not carry EngineLoop's name
+
+
+def test_bulk_threads_give_way_and_no_other_does(server: Server) -> None:
+    tasks = Path(f"/proc/{engine(server).pid}/task")
+    niceness = {task: os.getpriority(os.PRIO_PROCESS, int(task.name)) for task in tasks.iterdir()}
+    bulk = {task for task in niceness if (task / "comm").read_text().strip() == "bulk"}
+    assert bulk
+    assert {task for task, nice in niceness.items() if nice == BULK_NICENESS} == bulk
+    assert {nice for task, nice in niceness.items() if task not in bulk} == {os.getpriority(os.PRIO_PROCESS, 0)}
 
 
 def test_engine_has_one_thread_of_each_name_in_py_spy(server: Server) -> None:

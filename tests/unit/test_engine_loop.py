@@ -123,6 +123,7 @@ def make_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeEngine]:
             engine.loops.append(
                 EngineLoop(
                     runner,
+                    Lane.BULK,
                     buffers=engine.pool,
                     waiting_room=engine.room,
                     outbox=engine.outbox,
@@ -185,7 +186,7 @@ def test_batch_holds_its_requests_end_to_end_in_the_order_of_its_parts(engine: E
     engine.add(
         make_request(2, [3, 1], frontend="b"),
         make_request(3, [2], frontend="a", dtype=OutputDtype.FLOAT16),
-        make_request(1, [1, 2], frontend="b", lane=Lane.QUERY),
+        make_request(1, [1, 2], frontend="b"),
     )
     engine.start()
     finished = engine.next_batch()

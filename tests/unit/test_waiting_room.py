@@ -58,7 +58,7 @@ def make_room(monkeypatch: pytest.MonkeyPatch, *, max_tokens: int) -> Room:
 
     monkeypatch.setattr(batcher, "threading", SimpleNamespace(Lock=threading.Lock, Condition=condition))
     room = Room(max_tokens)
-    (room.condition,) = conditions
+    room.condition = conditions[list(Lane).index(Lane.QUERY)]
     return room
 
 
@@ -66,7 +66,7 @@ def asleep(room: Room, budget: int = 50) -> Future[Batch | None]:
     """A `take` on another thread that has found nothing and sleeps."""
     room.condition.sleeping.clear()
     taken: Future[Batch | None] = Future()
-    threading.Thread(target=lambda: taken.set_result(room.take(budget)), daemon=True).start()
+    threading.Thread(target=lambda: taken.set_result(room.take(Lane.QUERY, budget)), daemon=True).start()
     assert room.condition.sleeping.wait(TIMEOUT_S)
     assert not taken.done()
     return taken
@@ -84,7 +84,7 @@ def ids_of(batch: Batch | None) -> list[int]:
 
 def test_take_returns_at_once_what_waits(room: Room) -> None:
     room.add([make_request(1, [5]), make_request(2, [5])])
-    assert ids_of(room.take(50)) == [1, 2]
+    assert ids_of(room.take(Lane.QUERY, 50)) == [1, 2]
     assert room.condition.timeouts == []
 
 
@@ -102,12 +102,21 @@ def test_take_never_polls(room: Room) -> None:
 
 
 def test_batch_is_cut_when_it_is_taken_and_not_before(room: Room) -> None:
-    room.add([make_request(1, [10] * 4, lane=Lane.BULK)])
+    room.add([make_request(1, [10])])
     room.add([make_request(2, [40])])
-    assert ids_of(room.take(50)) == [1, 2]
+    assert ids_of(room.take(Lane.QUERY, 50)) == [1, 2]
     room.cancel("a", [1])
     room.add([make_request(3, [1])])
-    assert ids_of(room.take(50)) == [3]
+    assert ids_of(room.take(Lane.QUERY, 50)) == [3]
+
+
+def test_bulk_does_not_wake_the_one_who_waits_for_queries(room: Room) -> None:
+    taken = asleep(room)
+    room.add([make_request(1, [5], lane=Lane.BULK)])
+    assert room.condition.wake_ups == 0
+    assert ids_of(room.take(Lane.BULK, 50)) == [1]
+    room.add([make_request(2, [5])])
+    assert ids_of(taken.result(TIMEOUT_S)) == [2]
 
 
 def test_close_wakes_the_sleeper_with_none(room: Room) -> None:
@@ -132,15 +141,15 @@ def test_one_add_wakes_as_many_sleepers_as_it_has_batches_for(room: Room) -> Non
 def test_closed_room_gives_nothing_though_work_waits(room: Room) -> None:
     room.add([make_request(1, [5])])
     room.close()
-    assert room.take(50) is None
-    assert room.take(50) is None
+    assert room.take(Lane.QUERY, 50) is None
+    assert room.take(Lane.QUERY, 50) is None
 
 
 def test_request_is_refused_when_the_room_is_full(room: Room) -> None:
     assert room.add([make_request(1, [60])]) == []
     second, third, fourth = make_request(2, [41]), make_request(3, [40]), make_request(4, [1])
     assert room.add([second, third, fourth]) == [second, fourth]  # 60 + 40 is exactly full
-    assert ids_of(room.take(1000)) == [1, 3]
+    assert ids_of(room.take(Lane.QUERY, 1000)) == [1, 3]
 
 
 def test_room_counts_both_lanes(room: Room) -> None:
@@ -153,14 +162,14 @@ def test_request_larger_than_the_room_is_let_in_when_nothing_else_waits(room: Ro
     large, other = make_request(1, [50] * 4), make_request(2, [1])
     assert room.add([large]) == []
     assert room.add([other]) == [other]
-    assert ids_of(room.take(1000)) == [1]
+    assert ids_of(room.take(Lane.QUERY, 1000)) == [1]
     again = make_request(3, [50] * 4)
     assert room.add([other, again]) == [again]
 
 
 def test_room_frees_by_what_is_taken_row_by_row(room: Room) -> None:
     room.add([make_request(1, [50, 50])])
-    room.take(50)
+    room.take(Lane.QUERY, 50)
     assert room.add([make_request(2, [50])]) == []
     refused = make_request(3, [1])
     assert room.add([refused]) == [refused]
@@ -174,7 +183,7 @@ def test_room_frees_by_what_is_cancelled(room: Room) -> None:
 
 def test_cancel_counts_only_what_still_waited(room: Room) -> None:
     room.add([make_request(id, [10]) for id in range(4)])
-    room.take(20)  # 0 and 1
+    room.take(Lane.QUERY, 20)  # 0 and 1
     assert room.cancel("b", [2, 3]) == 0
     assert room.cancel("a", [0, 1, 2, 99]) == 1
     assert room.cancel_frontend("a") == 1
@@ -212,15 +221,15 @@ def test_every_change_is_observed_under_the_lock() -> None:
 
     room = WaitingRoom(100, observe=observe)
     room.add([make_request(1, [10, 10]), make_request(2, [5] * 6, lane=Lane.BULK)])
-    room.take(15)
+    room.take(Lane.QUERY, 15)
     room.cancel("a", [1])
     room.cancel_frontend("a")
-    assert seen == [(20, 30), (10, 25), (0, 25), (0, 0)]
+    assert seen == [(20, 30), (10, 30), (0, 30), (0, 0)]
 
 
 def test_nothing_is_lost_or_taken_twice_between_three_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     room = make_room(monkeypatch, max_tokens=10**9)
-    requests = [make_request(id, [1 + id % 7] * (1 + id % 5), lane=Lane(1 + id % 2)) for id in range(3000)]
+    requests = [make_request(id, [1 + id % 7] * (1 + id % 5)) for id in range(3000)]
     rows: Counter[int] = Counter()
     added = threading.Semaphore(0)
 
@@ -237,7 +246,7 @@ def test_nothing_is_lost_or_taken_twice_between_three_threads(monkeypatch: pytes
         return cancelled
 
     def take() -> None:
-        while batch := room.take(40):
+        while batch := room.take(Lane.QUERY, 40):
             rows.update({part.request.id: part.rows for part in batch.parts})
 
     with ThreadPoolExecutor(3) as pool:
