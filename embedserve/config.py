@@ -38,6 +38,11 @@ class Config:
         "of weights and forward; auto is bfloat16 where the device computes in it, else float32",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
+    load_format: str = setting(
+        "auto",
+        "of the weights: auto reads the folder's safetensors; dummy makes random ones, to measure speed",
+        choices=("auto", "dummy"),
+    )
     threads: int | None = setting(None, "CPU threads of all forward passes together; auto is every core", least=1)
     forwards: int | None = setting(
         None, "forward passes side by side on a CPU; auto is one per thread for small models, else one", least=1

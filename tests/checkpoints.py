@@ -17,7 +17,9 @@ from tokenizers.models import WordPiece
 from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
 from tokenizers.processors import TemplateProcessing
-from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+from transformers import BertConfig, BertModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3Model
+
+from loadtest import qwen3
 
 SENTENCES_FILE = Path(__file__).parent / "data" / "sentences.txt"
 _SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -60,6 +62,31 @@ def save_tiny_bert(path: Path, *, pooling: str = "cls", normalize: bool = True, 
     modules = [Transformer(str(bert_folder), max_seq_length=64), Pooling(48, pooling_mode=pooling)]
     saved = path / "tiny-bert"
     SentenceTransformer(modules=[*modules, *([Normalize()] if normalize else [])], device="cpu").save(str(saved))
+    return saved
+
+
+def save_tiny_qwen3(path: Path, *, seed: int = 0, **config: object) -> Path:
+    """A random Qwen3 of two layers with the real tokenizer, saved by sentence-transformers.
+
+    hidden 64, 4 heads over 2 of keys and values, each 32 wide, so that heads * head_dim is not hidden; at most 512
+    tokens. RoPE's theta is 1e6, as the published models have it.
+    """
+    made_of = path / "made-of"
+    made_of.mkdir(parents=True)
+    (made_of / "tokenizer.json").write_text(json.dumps(qwen3.tokenizer()), encoding="utf-8")
+    names = {"pad_token": qwen3.END_OF_TEXT, "eos_token": "<|im_end|>", "padding_side": "left"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(made_of / "tokenizer.json"), **names)
+    tokenizer.save_pretrained(made_of)
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 100, "max_position_embeddings": 512}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0}}
+    settings = {"vocab_size": qwen3.VOCABULARY, "initializer_range": 0.1} | sizes | heads | rope | config
+    Qwen3Model(Qwen3Config(**settings)).save_pretrained(made_of)
+    saved = path / "tiny-qwen3"
+    modules = [Transformer(str(made_of), max_seq_length=512), Pooling(64, pooling_mode="lasttoken"), Normalize()]
+    prompts = {"query": qwen3.QUERY_PROMPT, "document": ""}
+    SentenceTransformer(modules=modules, device="cpu", prompts=prompts).save(str(saved))
     return saved
 
 

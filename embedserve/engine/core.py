@@ -137,7 +137,10 @@ class Engine:
             device=config.device,
             threads=config.threads or available_cores(),
             forwards=config.forwards,
+            load_format=config.load_format,
         )
+        if config.load_format == "dummy":
+            log.warning("the weights are random (--load-format dummy): vectors mean nothing")
         runner.warm_up()  # proves the model, and starts every worker of the thread pool
         card = runner.card
         log.info(

@@ -37,7 +37,8 @@ class Inputs:
         self._card = card
         self._max_tokens = max_tokens
         self._auto_truncate = auto_truncate
-        self._tokenizer = Tokenizer(card.tokenizer_file)
+        # Where the end token's state is the vector, a second one would be another vector.
+        self._tokenizer = Tokenizer(card.tokenizer_file, end_once=card.pooling == "lasttoken")
 
     async def prepare(self, call: EmbedCall) -> Prepared:
         """Token ids of every good input, within the model's limit, and an error for every bad one."""

@@ -36,10 +36,11 @@ class Tokenizer:
     """`encode` may be awaited by many requests at once; each turn's short texts go through one call.
 
     Truncation and padding, which some folders bake in, are switched off at load and never set again: they are mutable
-    state of the shared object. Raises StartError when the file is damaged.
+    state of the shared object. `end_once`: a text whose own end is spelled like the special tokens after it ("…
+    <|endoftext|>", as some clients write by hand) keeps them once. Raises StartError when the file is damaged.
     """
 
-    def __init__(self, file: str) -> None:
+    def __init__(self, file: str, *, end_once: bool = False) -> None:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(file)
         except Exception as error:  # tokenizers raises nothing narrower
@@ -47,6 +48,7 @@ class Tokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.prefix, self.suffix = self._special_tokens()
+        self._end = self.suffix.tolist() if end_once else []
         self._short = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
         self._long = ThreadPoolExecutor(1, thread_name_prefix="tokenize-long")
         self._waiting: list[tuple[list[str], asyncio.Future[Encoded]]] = []
@@ -131,9 +133,15 @@ class Tokenizer:
         lengths = np.empty(len(texts), np.int32)
         for index, encoding in enumerate(self._tokenizer.encode_batch_fast(texts)):
             start = len(ids)
-            ids.extend(encoding.ids)
+            ids.extend(self._with_one_end(encoding.ids))
             lengths[index] = len(ids) - start
         return Encoded(np.frombuffer(ids, np.int32) if ids else np.empty(0, np.int32), lengths)
+
+    def _with_one_end(self, ids: list[int]) -> list[int]:
+        end = self._end
+        while end and ids[-2 * len(end) :] == end + end:
+            ids = ids[: -len(end)]
+        return ids
 
 
 def _deliver(encoded: Encoded, turn: list[tuple[list[str], asyncio.Future[Encoded]]]) -> None:

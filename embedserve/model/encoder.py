@@ -14,10 +14,10 @@ from embedserve.errors import StartError
 from embedserve_kernels.embed_tokens import embed_tokens
 from embedserve_kernels.layer_norm_residual import layer_norm_residual
 from embedserve_kernels.linear import Activation, LinearWeight, linear, prepare_linear
-from embedserve_kernels.varlen_attention import EqualLengths, varlen_attention
+from embedserve_kernels.varlen_attention import EqualLengths, attention_kernels, varlen_attention
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 _ACTIVATIONS: dict[str, Activation] = {
     "gelu": "gelu",
@@ -94,24 +94,30 @@ class _Layer:
 class BertEncoder:
     """Devlin et al., https://arxiv.org/abs/1810.04805; the tensors' names are those of transformers' BertModel."""
 
+    prefix = "bert."  # of the tensors' names in a checkpoint with a head for some task
     # what a checkpoint may hold and an embedding never reads
     ignored_prefixes = ("pooler.", "embeddings.position_ids")
 
-    def __init__(self, config: BertConfig, tensors: Mapping[str, torch.Tensor]) -> None:
-        """tensors: every name of `tensor_shapes`, in the dtype and on the device of the forward."""
+    def __init__(self, config: BertConfig, take: Callable[[str], torch.Tensor]) -> None:
+        """take: gives each tensor of `tensor_shapes` once, in the dtype and on the device of the forward."""
         self.config = config
-        self._words = tensors["embeddings.word_embeddings.weight"]
+        self._words = take("embeddings.word_embeddings.weight")
         # one token type in an embedding model's input, so its row is added to every position's once
         self._positions_and_type = (
-            tensors["embeddings.position_embeddings.weight"].float()
-            + tensors["embeddings.token_type_embeddings.weight"][0].float()
+            take("embeddings.position_embeddings.weight").float()
+            + take("embeddings.token_type_embeddings.weight")[0].float()
         )
-        self._embedding_norm = _layer_norm(tensors, "embeddings.LayerNorm")
-        self._layers = [_layer(tensors, f"encoder.layer.{i}") for i in range(config.layers)]
+        self._embedding_norm = _layer_norm(take, "embeddings.LayerNorm")
+        self._layers = [_layer(take, f"encoder.layer.{i}") for i in range(config.layers)]
+
+    @property
+    def attention_kernels(self) -> str:
+        """Which body of it runs here, "cpp" or "torch"."""
+        return attention_kernels(self._words.dtype, self.config.hidden // self.config.heads)
 
     @staticmethod
     def tensor_shapes(config: BertConfig) -> dict[str, tuple[int, ...]]:
-        """Every tensor that the forward needs, by its name without a "bert." prefix."""
+        """Every tensor that the forward needs, by its name without `prefix`."""
         hidden = config.hidden
         shapes: dict[str, tuple[int, ...]] = {
             "embeddings.word_embeddings.weight": (config.vocab_size, hidden),
@@ -152,23 +158,23 @@ class BertEncoder:
         return hidden
 
 
-def _layer(tensors: Mapping[str, torch.Tensor], prefix: str) -> _Layer:
+def _layer(take: Callable[[str], torch.Tensor], prefix: str) -> _Layer:
     qkv = [f"{prefix}.attention.self.{part}" for part in ("query", "key", "value")]
     return _Layer(
         qkv=prepare_linear(
-            torch.cat([tensors[f"{name}.weight"] for name in qkv]), torch.cat([tensors[f"{name}.bias"] for name in qkv])
+            torch.cat([take(f"{name}.weight") for name in qkv]), torch.cat([take(f"{name}.bias") for name in qkv])
         ),
-        attention_output=_linear(tensors, f"{prefix}.attention.output.dense"),
-        attention_norm=_layer_norm(tensors, f"{prefix}.attention.output.LayerNorm"),
-        intermediate=_linear(tensors, f"{prefix}.intermediate.dense"),
-        output=_linear(tensors, f"{prefix}.output.dense"),
-        output_norm=_layer_norm(tensors, f"{prefix}.output.LayerNorm"),
+        attention_output=_linear(take, f"{prefix}.attention.output.dense"),
+        attention_norm=_layer_norm(take, f"{prefix}.attention.output.LayerNorm"),
+        intermediate=_linear(take, f"{prefix}.intermediate.dense"),
+        output=_linear(take, f"{prefix}.output.dense"),
+        output_norm=_layer_norm(take, f"{prefix}.output.LayerNorm"),
     )
 
 
-def _linear(tensors: Mapping[str, torch.Tensor], name: str) -> LinearWeight:
-    return prepare_linear(tensors[f"{name}.weight"], tensors[f"{name}.bias"])
+def _linear(take: Callable[[str], torch.Tensor], name: str) -> LinearWeight:
+    return prepare_linear(take(f"{name}.weight"), take(f"{name}.bias"))
 
 
-def _layer_norm(tensors: Mapping[str, torch.Tensor], name: str) -> _LayerNorm:
-    return _LayerNorm(tensors[f"{name}.weight"].float(), tensors[f"{name}.bias"].float())
+def _layer_norm(take: Callable[[str], torch.Tensor], name: str) -> _LayerNorm:
+    return _LayerNorm(take(f"{name}.weight").float(), take(f"{name}.bias").float())

@@ -139,7 +139,7 @@ def _max_input_tokens(transformer: Path, config: Mapping[str, Any]) -> int:
         limit = _read_json(transformer / "tokenizer_config.json", optional=True).get("model_max_length")
     positions = config.get("max_position_embeddings")
     if positions is None:
-        raise StartError(f"{transformer / 'config.json'} has no max_position_embeddings; a BERT's config names it.")
+        raise StartError(f"{transformer / 'config.json'} has no max_position_embeddings; a model's config names it.")
     return int(positions) if limit is None else min(int(limit), int(positions))
 
 

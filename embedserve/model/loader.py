@@ -1,4 +1,4 @@
-"""Weights from safetensors files into a built encoder, and the identity of the space its vectors are in.
+"""Weights from safetensors files into a built model, and the identity of the space its vectors are in.
 
 Knows files and tensors; neither batches nor which device is best.
 """
@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from embedserve.errors import StartError
-from embedserve.model.encoder import BertConfig, BertEncoder
-from embedserve.model.registry import encoder_class
+from embedserve.model.registry import PackedModel, architecture
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,36 +23,67 @@ if TYPE_CHECKING:
 
 _SPACE_ID_DIGITS = 16
 _READ_BYTES = 1 << 20
+_DUMMY_DEVIATION = 0.02
 
 
-def load_encoder(folder: ModelFolder, *, dtype: torch.dtype, device: torch.device) -> tuple[BertEncoder, str]:
-    """-> the encoder, its weights in `dtype` on `device`, and the space_id.
+def load_weights(folder: ModelFolder, *, dtype: torch.dtype, device: torch.device) -> tuple[PackedModel, str]:
+    """-> the model, its weights in `dtype` on `device`, and the space_id.
 
-    Raises StartError naming the file that is missing or damaged, or the tensor that is missing, extra or of
-    another shape than config.json says.
+    One tensor at a time is read, converted and laid out. Raises StartError naming the file that is missing or
+    damaged, or the tensor that is missing, extra or of another shape than config.json says.
     """
-    encoder = encoder_class(folder.architecture)
-    config = BertConfig.from_json(folder.config)
-    shapes = encoder.tensor_shapes(config)
-    identity = hashlib.sha256()
-    tensors: dict[str, torch.Tensor] = {}
-    for name, (file, stored_name) in sorted(_tensor_files(folder.path, encoder.ignored_prefixes).items()):
+    kind = architecture(folder.architecture)
+    config = kind.read_config(folder.config)
+    shapes = kind.model.tensor_shapes(config)
+    stored = _stored_tensors(folder.path, kind.model.prefix, kind.model.ignored_prefixes)
+    for name, tensor in stored.items():
         if name not in shapes:
-            raise StartError(f"{file} has a tensor {stored_name} that a {folder.architecture} does not; is it one?")
-        stored = _read_tensor(file, stored_name)
-        if tuple(stored.shape) != shapes[name]:
             raise StartError(
-                f"{file}: {stored_name} is {list(stored.shape)}; config.json makes it {list(shapes[name])}."
+                f"{tensor.file} has a tensor {tensor.name} that a {folder.architecture} does not; is it one?"
             )
-        identity.update(f"{name} {stored.dtype} {list(stored.shape)}\n".encode())
-        identity.update(stored.flatten().view(torch.uint8).numpy().data)
-        tensors[name] = stored.to(device=device, dtype=dtype)
-    missing = sorted(shapes.keys() - tensors.keys())
+        if tensor.shape != shapes[name]:
+            raise StartError(
+                f"{tensor.file}: {tensor.name} is {list(tensor.shape)}; config.json makes it {list(shapes[name])}."
+            )
+    missing = sorted(shapes.keys() - stored.keys())
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise StartError(f"the weights in {folder.path} lack {missing[0]}{more}.")
+
+    digests: dict[str, bytes] = {}
+
+    def take(name: str) -> torch.Tensor:
+        tensor = _read_tensor(stored[name])
+        digest = hashlib.sha256(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
+        digests[name] = digest.digest()
+        # a copy in any case: what safetensors gives is a view of the file
+        return tensor.to(device=device, dtype=dtype, copy=True)
+
+    model = kind.build(config, take)
+    assert digests.keys() == shapes.keys(), shapes.keys() - digests.keys()
+    identity = hashlib.sha256(b"".join(digests[name] for name in sorted(digests)))
     _identify_text_side(identity, folder)
-    return encoder(config, tensors), identity.hexdigest()[:_SPACE_ID_DIGITS]
+    return model, identity.hexdigest()[:_SPACE_ID_DIGITS]
+
+
+def dummy_weights(folder: ModelFolder, *, dtype: torch.dtype, device: torch.device) -> tuple[PackedModel, str]:
+    """A model of the folder's shape with random weights made on the device, for speed: its vectors mean nothing."""
+    kind = architecture(folder.architecture)
+    config = kind.read_config(folder.config)
+    shapes = kind.model.tensor_shapes(config)
+    deviation = float(folder.config.get("initializer_range") or _DUMMY_DEVIATION)
+    generator = torch.Generator(device).manual_seed(0)
+
+    def take(name: str) -> torch.Tensor:
+        tensor = torch.empty(shapes[name], dtype=dtype, device=device)
+        if tensor.dim() > 1:
+            return tensor.normal_(0.0, deviation, generator=generator)
+        return tensor.fill_(0.0 if name.endswith("bias") else 1.0)
+
+    identity = hashlib.sha256(json.dumps(dict(folder.config), sort_keys=True).encode())
+    _identify_text_side(identity, folder)
+    return kind.build(config, take), f"dummy-{identity.hexdigest()[:_SPACE_ID_DIGITS]}"
 
 
 def check_sha256(file: Path, expected: str) -> None:
@@ -72,24 +102,32 @@ def check_sha256(file: Path, expected: str) -> None:
         )
 
 
-def _tensor_files(path: Path, ignored_prefixes: tuple[str, ...]) -> dict[str, tuple[Path, str]]:
-    """Tensor name without "bert." -> the file that holds it, and its name there."""
+class _Stored(NamedTuple):
+    """Where a tensor is, and what the file's header says of it."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+
+
+def _stored_tensors(path: Path, prefix: str, ignored_prefixes: tuple[str, ...]) -> dict[str, _Stored]:
+    """By the tensor's name without the prefix that it has in some checkpoints."""
     index_file = path / "model.safetensors.index.json"
     if (path / "model.safetensors").is_file():
         files = [path / "model.safetensors"]
     elif index_file.is_file():
-        files = [path / name for name in _shards(index_file)]
+        files = [path / shard for shard in _shards(index_file)]
     else:
         raise StartError(f"{path} has neither model.safetensors nor {index_file.name}; only safetensors is read.")
-    found: dict[str, tuple[Path, str]] = {}
+    found: dict[str, _Stored] = {}
     for file in files:
-        for stored_name in _tensor_names(file):
-            name = stored_name.removeprefix("bert.")
+        for tensor in _header(file):
+            name = tensor.name.removeprefix(prefix)
             if name.startswith(ignored_prefixes):
                 continue
             if name in found:
-                raise StartError(f"{file}: {stored_name} is also in {found[name][0]} as {found[name][1]}.")
-            found[name] = (file, stored_name)
+                raise StartError(f"{file}: {tensor.name} is also in {found[name].file} as {found[name].name}.")
+            found[name] = tensor
     return found
 
 
@@ -101,15 +139,16 @@ def _shards(index_file: Path) -> list[str]:
         raise StartError(f"{index_file} cannot be read: {error!r}") from error
 
 
-def _tensor_names(file: Path) -> list[str]:
+def _header(file: Path) -> list[_Stored]:
     try:
         with safe_open(file, framework="pt") as tensors:
-            return list(tensors.keys())
+            return [_Stored(file, name, tuple(tensors.get_slice(name).get_shape())) for name in tensors.keys()]  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise StartError(f"{file} cannot be read: {error}. Fetch it again.") from error
 
 
-def _read_tensor(file: Path, name: str) -> torch.Tensor:
+def _read_tensor(stored: _Stored) -> torch.Tensor:
+    file, name, _ = stored
     try:
         with safe_open(file, framework="pt") as tensors:
             tensor: torch.Tensor = tensors.get_tensor(name)

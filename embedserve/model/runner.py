@@ -17,13 +17,13 @@ from embedserve.config import available_cores
 from embedserve.errors import StartError
 from embedserve.model.card import ModelCard
 from embedserve.model.folder import read_folder
-from embedserve.model.loader import check_sha256, load_encoder
+from embedserve.model.loader import check_sha256, dummy_weights, load_weights
 from embedserve_kernels.output_layout import OutputDtype, lay_out
 from embedserve_kernels.pool_normalize import Pooling, pool_normalize
-from embedserve_kernels.varlen_attention import attention_kernels, group_equal_lengths
+from embedserve_kernels.varlen_attention import group_equal_lengths
 
 if TYPE_CHECKING:
-    from embedserve.model.encoder import BertEncoder
+    from embedserve.model.registry import PackedModel
     from embedserve_kernels.output_layout import RowTable
 
 BUNDLED_MODEL_NAME = "all-MiniLM-L6-v2"
@@ -46,12 +46,14 @@ def load_runner(
     device: str = "auto",
     threads: int | None = None,
     forwards: int | None = None,
+    load_format: str = "auto",
 ) -> Runner:
     """model: a local folder, a hub id such as "org/name", or None for the bundled model.
 
     revision: of a hub id. dtype: auto, float32, bfloat16, float16. device: auto, cpu. threads: of a CPU,
     for all forward passes together, None takes every core; forwards: how many will run side by side, None
-    chooses. Raises StartError, one line that says what to change.
+    chooses. load_format: auto reads the weights, dummy makes random ones of their shapes. Raises StartError, one line
+    that says what to change.
     """
     torch_device = _choose_device(device)
     torch_dtype = _choose_dtype(dtype)
@@ -61,29 +63,28 @@ def load_runner(
     forwards = _choose_forwards(forwards, threads, int(folder.config.get("hidden_size", 0)))
     torch.set_num_threads(max(1, threads // forwards))  # before the weights: their layout is chosen for it
     with torch.inference_mode():
-        encoder, space_id = load_encoder(folder, dtype=torch_dtype, device=torch_device)
+        load = dummy_weights if load_format == "dummy" else load_weights
+        packed, space_id = load(folder, dtype=torch_dtype, device=torch_device)
     dtype_name = str(torch_dtype).removeprefix("torch.")
     card = ModelCard(
         name=name,
         tokenizer_file=str(folder.tokenizer_file),
         architecture=folder.architecture,
-        dims=encoder.config.hidden,
+        dims=packed.config.hidden,
         max_input_tokens=folder.max_input_tokens,
-        vocab_size=encoder.config.vocab_size,
+        vocab_size=packed.config.vocab_size,
         pooling=folder.pooling,
         normalized=folder.normalized,
         dtype=dtype_name,
         device=torch_device.type,
         space_id=space_id,
-        numerics_id=_numerics_id(
-            dtype_name, torch_device, attention_kernels(torch_dtype, encoder.config.hidden // encoder.config.heads)
-        ),
+        numerics_id=_numerics_id(dtype_name, torch_device, packed.attention_kernels),
         prompts=folder.prompts,
         default_prompt_name=folder.default_prompt_name,
         similarity=folder.similarity,
         matryoshka_dims=folder.matryoshka_dims,
     )
-    return Runner(card, encoder, forwards)
+    return Runner(card, packed, forwards)
 
 
 class Runner:
@@ -93,11 +94,11 @@ class Runner:
     torch's parallel operations keep a pool of workers for each thread that calls them.
     """
 
-    def __init__(self, card: ModelCard, encoder: BertEncoder, forwards: int) -> None:
+    def __init__(self, card: ModelCard, model: PackedModel, forwards: int) -> None:
         self.card = card
         self.forwards = forwards
         self._threads = torch.get_num_threads()  # of one forward
-        self._encoder = encoder
+        self._model = model
 
     def launch(self, token_ids: np.ndarray, lengths: np.ndarray, table: RowTable, out: np.ndarray) -> None:
         """token_ids [total_tokens] int32, sequences end to end, special tokens already in; lengths [rows] int32,
@@ -119,7 +120,7 @@ class Runner:
         padded_ids, padded_positions = (torch.from_numpy(np.pad(array, tail)) for array in (sorted_ids, positions))
         pooling: Pooling = self.card.pooling  # type: ignore[assignment]  # read_folder allows no other
         with torch.inference_mode():
-            hidden = self._encoder.forward(padded_ids, padded_positions, group_equal_lengths(sorted_lengths))
+            hidden = self._model.forward(padded_ids, padded_positions, group_equal_lengths(sorted_lengths))
             ends = torch.from_numpy(cu_seqlens)
             pool_normalize(hidden[: len(token_ids)], ends, pooling, table.take(order), torch.from_numpy(out))
 

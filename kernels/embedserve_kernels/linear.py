@@ -1,4 +1,4 @@
-"""x @ weight.T + bias over packed tokens, with the activation fused where the machine can.
+"""x @ weight.T, and a bias where there is one, over packed tokens, with the activation fused where the machine can.
 
 Knows one matrix at a time: neither the model it belongs to nor the sequences in the batch.
 """
@@ -23,18 +23,19 @@ class LinearWeight:
     """A matrix as `linear` wants it. Where `reordered`, `weight` is opaque: oneDNN's own blocked layout."""
 
     weight: torch.Tensor
-    bias: torch.Tensor
+    bias: torch.Tensor | None
     reordered: bool
 
 
-def prepare_linear(weight: torch.Tensor, bias: torch.Tensor) -> LinearWeight:
+def prepare_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeight:
     """Once at load. weight [out, in] and bias [out], of one dtype and on the device they will be used on.
 
     On a CPU the weight is reordered for oneDNN here, because a plain linear does it again at every call.
     """
     assert weight.dim() == 2, weight.shape
-    assert bias.shape == weight.shape[:1], (bias.shape, weight.shape)
-    assert bias.dtype == weight.dtype, (bias.dtype, weight.dtype)
+    if bias is not None:
+        assert bias.shape == weight.shape[:1], (bias.shape, weight.shape)
+        assert bias.dtype == weight.dtype, (bias.dtype, weight.dtype)
     if not _onednn_takes(weight):
         return LinearWeight(weight.contiguous(), bias, reordered=False)
     reordered = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _REORDER_FOR_TOKENS)
@@ -43,7 +44,7 @@ def prepare_linear(weight: torch.Tensor, bias: torch.Tensor) -> LinearWeight:
 
 def linear(x: torch.Tensor, weight: LinearWeight, activation: Activation = "none") -> torch.Tensor:
     """[total_tokens, in] -> [total_tokens, out] in x's dtype; `gelu` is the exact (erf) one."""
-    assert x.dtype == weight.bias.dtype, (x.dtype, weight.bias.dtype)
+    assert x.dtype == weight.weight.dtype, (x.dtype, weight.weight.dtype)
     if not weight.reordered:
         return linear_reference(x, weight.weight, weight.bias, activation)
     attribute, algorithm = _ONEDNN_ACTIVATIONS[activation]
@@ -52,7 +53,7 @@ def linear(x: torch.Tensor, weight: LinearWeight, activation: Activation = "none
 
 
 def linear_reference(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, activation: Activation = "none"
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation = "none"
 ) -> torch.Tensor:
     """The same on any device, from a plain weight [out, in]."""
     y = F.linear(x, weight, bias)

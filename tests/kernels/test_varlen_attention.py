@@ -247,3 +247,27 @@ def attend_one(qkv: torch.Tensor, heads: int) -> torch.Tensor:
     q, k, v = qkv.view(len(qkv), 3, heads, -1).permute(1, 2, 0, 3)
     scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
     return (F.softmax(scores, dim=-1) @ v).transpose(0, 1).reshape(len(qkv), -1)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (4, 2), (6, 1)])
+@pytest.mark.parametrize("lengths", [[1], [5] * 4, [1, 2, 16, 17, 63, 65, 65]], ids=str)
+def test_causal_attention_sees_no_later_token_and_shares_keys(lengths, heads, kv_heads, dtype):
+    head_dim, tail = 16, 3
+    generator = torch.Generator().manual_seed(11)
+    qkv = torch.randn(sum(lengths) + tail, (heads + 2 * kv_heads) * head_dim, generator=generator).to(dtype)
+    qkv[sum(lengths) :] = torch.nan
+    out = varlen_attention(qkv, heads, group_equal_lengths(np.array(lengths)), kv_heads=kv_heads, causal=True)
+    assert (out[sum(lengths) :] == 0).all()
+    start = 0
+    for length in lengths:
+        part = qkv[start : start + length].double().view(length, -1, head_dim)
+        q, k, v = part.split([heads, kv_heads, kv_heads], dim=1)
+        for head in range(heads):
+            shared = head * kv_heads // heads
+            scores = q[:, head] @ k[:, shared].T / head_dim**0.5
+            later = torch.ones(length, length).triu(1).bool()
+            expected = scores.masked_fill(later, -torch.inf).softmax(dim=1) @ v[:, shared]
+            actual = out[start : start + length, head * head_dim : (head + 1) * head_dim].double()
+            torch.testing.assert_close(actual, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+        start += length

@@ -1,0 +1,43 @@
+"""What happens to queries and keys before attention: RMSNorm of each head, then rotary positions.
+
+Knows heads and positions; neither values nor where sequences begin.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Rotations(NamedTuple):
+    """Of each token's position: float32 [total_tokens, head_dim / 2] each. One for all layers of a forward."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+def rotations(positions: torch.Tensor, head_dim: int, theta: float) -> Rotations:
+    """positions [total_tokens]. Pair i of d / 2 turns by position / theta^(2i/d): https://arxiv.org/abs/2104.09864."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
+    angles = positions.float().unsqueeze(1) / theta**exponents
+    return Rotations(angles.cos(), angles.sin())
+
+
+def qk_norm_rope(qkv: torch.Tensor, weight: torch.Tensor, turns: Rotations, eps: float) -> torch.Tensor:
+    """qkv [total_tokens, (heads + 2 * kv_heads) * head_dim], changed in place and returned: its queries and keys.
+
+    weight [heads + kv_heads, head_dim] float32, each head's own. A head's dimension i is paired with i + head_dim / 2,
+    as Hugging Face's checkpoints are laid out. All arithmetic is in float32, cast once.
+    """
+    heads, head_dim = weight.shape
+    assert turns.cos.shape == turns.sin.shape == (len(qkv), head_dim // 2), (turns.cos.shape, qkv.shape)
+    assert weight.dtype == turns.cos.dtype == torch.float32, (weight.dtype, turns.cos.dtype)
+    queries_and_keys = qkv[:, : heads * head_dim].view(len(qkv), heads, head_dim)
+    x = queries_and_keys.float()
+    x = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps) * weight
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = turns.cos.unsqueeze(1), turns.sin.unsqueeze(1)
+    queries_and_keys[..., : head_dim // 2] = first * cos - second * sin
+    queries_and_keys[..., head_dim // 2 :] = second * cos + first * sin
+    return qkv
