@@ -141,7 +141,7 @@ class Engine:
         )
         if config.load_format == "dummy":
             log.warning("the weights are random (--load-format dummy): vectors mean nothing")
-        runner.warm_up()  # proves the model, and starts every worker of the thread pool
+        self._tokens_per_ms = runner.warm_up()  # proves the model, and starts every worker of the thread pool
         card = runner.card
         log.info(
             "%s loaded in %.1f s: %s on %s, %d forwards side by side",
@@ -164,6 +164,7 @@ class Engine:
             outbox=self._outbox,
             max_batch_tokens=self._max_batch_tokens,
             max_batch_ms=self._spec.config.batch_ms_limit,
+            tokens_per_ms=self._tokens_per_ms,
         )
         self._loops.append(loop)
         return loop

@@ -43,7 +43,9 @@ class EngineLoop:
         outbox: Outbox,
         max_batch_tokens: int,
         max_batch_ms: float,
+        tokens_per_ms: float | None = None,
     ) -> None:
+        """tokens_per_ms: the device's speed, where it is known already."""
         self._runner = runner
         self._lane = lane
         self._buffers = buffers
@@ -51,7 +53,7 @@ class EngineLoop:
         self._outbox = outbox
         self._max_batch_tokens = max_batch_tokens
         self._max_batch_ms = max_batch_ms
-        self._tokens_per_ms: float | None = None
+        self._tokens_per_ms = tokens_per_ms
         self.busy_since: float | None = None  # CLOCK_MONOTONIC, seconds; read by whoever watches for a stuck loop
 
     def run(self) -> None:
