@@ -21,10 +21,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from multiprocessing.connection import Connection
 
-    from loadtest.load import Load
+    from loadtest.load import Load, ServedModel
+    from loadtest.workloads import Request
 
 
-def generate(load: Load, process: int, model: str | None, pipe: Connection[Samples | None, loops.Window]) -> None:
+def generate(load: Load, process: int, model: ServedModel, pipe: Connection[Samples | None, loops.Window]) -> None:
     """Send None when ready, receive a Window, send the load, send the Samples. `load` is this process's share."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one
     requests = encode_requests(load, model, process)
@@ -50,7 +51,7 @@ def share(load: Load, process: int) -> Load:
     )
 
 
-async def send(load: Load, process: int, requests: Sequence[bytes], window: loops.Window) -> Samples:
+async def send(load: Load, process: int, requests: Sequence[Request], window: loops.Window) -> Samples:
     recorder = Recorder()
     clients = open_clients(load)
     if load.rate is None:

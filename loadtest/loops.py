@@ -15,6 +15,8 @@ from loadtest.samples import OK, TIMED_OUT, Recorder
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from loadtest.workloads import Request
+
 RETRY_PAUSE_S = 0.02  # after an error that came at once, so that a server that is down is not asked in a tight loop
 
 
@@ -41,7 +43,7 @@ class Window:
 
 
 async def closed_loop(
-    clients: Sequence[Client], requests: Sequence[bytes], window: Window, max_requests: int, recorder: Recorder
+    clients: Sequence[Client], requests: Sequence[Request], window: Window, max_requests: int, recorder: Recorder
 ) -> None:
     """Every client sends, waits, sends again; at most `max_requests` in the warm-up and as many measured."""
     endless = itertools.cycle(requests)
@@ -54,8 +56,9 @@ async def closed_loop(
 
     async def send_until(end_s: float, permits: Iterator[None], client: Client) -> None:
         while (sent_s := monotonic()) < end_s and next(permits, True) is None:
-            code, done_s = await client.request(next(endless), window.timeout_s)
-            recorder.add(sent_s, sent_s, done_s, code, client.message)
+            message, texts = next(endless)
+            code, done_s = await client.request(message, window.timeout_s)
+            recorder.add(sent_s, sent_s, done_s, code, client.message, texts)
             if code != OK and done_s - sent_s < RETRY_PAUSE_S:
                 await asyncio.sleep(RETRY_PAUSE_S)
 
@@ -66,7 +69,11 @@ async def closed_loop(
 
 
 async def open_loop(
-    clients: Sequence[Client], requests: Sequence[bytes], window: Window, due_times: Sequence[float], recorder: Recorder
+    clients: Sequence[Client],
+    requests: Sequence[Request],
+    window: Window,
+    due_times: Sequence[float],
+    recorder: Recorder,
 ) -> None:
     """Every request is due at its time, whether or not the server kept up: what waits, waits on the clock.
 
@@ -80,10 +87,11 @@ async def open_loop(
             sent_s = monotonic()
             timeout_s = min(window.timeout_s, window.give_up_s - sent_s)
             if timeout_s <= 0:
-                recorder.add(due_s, sent_s, sent_s, TIMED_OUT, "not sent: no connection came free in time")
+                recorder.add(due_s, sent_s, sent_s, TIMED_OUT, "not sent: no connection came free in time", texts=0)
                 continue
-            code, done_s = await client.request(next(endless), timeout_s)
-            recorder.add(due_s, sent_s, done_s, code, client.message)
+            message, texts = next(endless)
+            code, done_s = await client.request(message, timeout_s)
+            recorder.add(due_s, sent_s, done_s, code, client.message, texts)
 
     async with asyncio.TaskGroup() as group:
         for client in clients:

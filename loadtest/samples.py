@@ -23,6 +23,7 @@ class Samples:
     sent_s: np.ndarray  # float64
     done_s: np.ndarray  # float64
     code: np.ndarray  # int16
+    texts: np.ndarray  # int32; how many it carried
     messages: dict[int, str]  # the first that came with each code
 
     def __len__(self) -> int:
@@ -30,7 +31,14 @@ class Samples:
 
     def due_from(self, start_s: float) -> Samples:
         chosen = self.due_s >= start_s
-        return Samples(self.due_s[chosen], self.sent_s[chosen], self.done_s[chosen], self.code[chosen], self.messages)
+        return Samples(
+            self.due_s[chosen],
+            self.sent_s[chosen],
+            self.done_s[chosen],
+            self.code[chosen],
+            self.texts[chosen],
+            self.messages,
+        )
 
 
 @dataclass
@@ -41,13 +49,15 @@ class Recorder:
     _sent_s: array[float] = field(default_factory=lambda: array("d"))
     _done_s: array[float] = field(default_factory=lambda: array("d"))
     _code: array[int] = field(default_factory=lambda: array("h"))
+    _texts: array[int] = field(default_factory=lambda: array("i"))
     _messages: dict[int, str] = field(default_factory=dict)
 
-    def add(self, due_s: float, sent_s: float, done_s: float, code: int, message: str) -> None:
+    def add(self, due_s: float, sent_s: float, done_s: float, code: int, message: str, texts: int) -> None:
         self._due_s.append(due_s)
         self._sent_s.append(sent_s)
         self._done_s.append(done_s)
         self._code.append(code)
+        self._texts.append(texts)
         if code != OK:
             self._messages.setdefault(code, message)
 
@@ -57,6 +67,7 @@ class Recorder:
             np.array(self._sent_s, dtype=np.float64),
             np.array(self._done_s, dtype=np.float64),
             np.array(self._code, dtype=np.int16),
+            np.array(self._texts, dtype=np.int32),
             self._messages,
         )
 
@@ -71,6 +82,7 @@ def merge(parts: list[Samples]) -> Samples:
         np.concatenate([part.sent_s for part in parts]),
         np.concatenate([part.done_s for part in parts]),
         np.concatenate([part.code for part in parts]),
+        np.concatenate([part.texts for part in parts]),
         messages,
     )
 
