@@ -58,6 +58,18 @@ class Inputs:
             raise prepared.errors[min(prepared.errors)]
         return prepared
 
+    async def tokenize(self, call: EmbedCall, *, add_special_tokens: bool, with_offsets: bool) -> Encoded:
+        """Token ids of every text, of any length; offsets count from where the text begins after its prompt."""
+        prompt = self._prompt(call)
+        encoded = await self._tokenizer.tokenize(
+            [prompt + text for text in call.texts or ()],
+            add_special_tokens=add_special_tokens,
+            with_offsets=with_offsets,
+        )
+        if encoded.offsets is not None:
+            encoded.offsets = np.maximum(encoded.offsets - len(prompt), 0)
+        return encoded
+
     def _take_token_ids(self, call: EmbedCall, errors: dict[int, EmbedserveError]) -> Encoded:
         assert call.token_ids is not None
         inputs: list[np.ndarray] = []

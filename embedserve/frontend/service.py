@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import numpy as np
 
@@ -28,11 +29,14 @@ from embedserve.errors import (
 from embedserve.frontend.call import EmbedCall, EmbedResult, Times
 from embedserve.frontend.engine_client import EngineClient, EngineReply, EngineRequest
 from embedserve.frontend.inputs import Inputs, Prepared
+from embedserve.frontend.tokenizer import Encoded
 from embedserve.messages import Lane
 from embedserve.model.card import ModelCard
 from embedserve_kernels.output_layout import OutputDtype, row_bytes
 
 MIN_BYTES_IN_FLIGHT = 256_000_000
+
+T = TypeVar("T")
 
 
 class Service:
@@ -104,9 +108,20 @@ class Service:
 
     async def embed(self, call: EmbedCall) -> EmbedResult:
         """Raises a class of errors.py; cancelling the call frees its work."""
+        return await self._in_time(self._embed(call))
+
+    async def tokenize(self, call: EmbedCall, *, add_special_tokens: bool, with_offsets: bool) -> Encoded:
+        """What `embed` would run of these texts, whole however long they are. Raises a class of errors.py."""
+        self._check(call)
+        assert self._inputs is not None  # where there is a card
+        return await self._in_time(
+            self._inputs.tokenize(call, add_special_tokens=add_special_tokens, with_offsets=with_offsets)
+        )
+
+    async def _in_time(self, answer: Awaitable[T]) -> T:
         try:
             async with asyncio.timeout(self.config.request_timeout_s):
-                return await self._embed(call)
+                return await answer
         except TimeoutError as error:
             raise RequestTimeout(
                 f"not answered within {self.config.request_timeout_s:g} s (--request-timeout-s)"

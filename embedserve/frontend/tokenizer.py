@@ -10,6 +10,7 @@ import logging
 from array import array
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import tokenizers
@@ -30,6 +31,9 @@ class Encoded:
 
     ids: np.ndarray  # int32 [total tokens], inputs end to end
     lengths: np.ndarray  # int32 [inputs]
+    offsets: np.ndarray | None = (
+        None  # int32 [total tokens, 2]: first character of its text, and the one after its last
+    )
 
 
 class Tokenizer:
@@ -64,6 +68,14 @@ class Tokenizer:
         if self._turns is None or self._turns.done():
             self._turns = loop.create_task(self._run_turns())
         return await future
+
+    async def tokenize(self, texts: list[str], *, add_special_tokens: bool, with_offsets: bool) -> Encoded:
+        """For those who want to see the tokens, special ones or not: never in one call with what waits to be embedded.
+
+        Offsets of special tokens are 0, 0. Raises ServerError should it fail.
+        """
+        worker = self._long if sum(map(len, texts)) > LONG_CHARS else self._short
+        return await self._encode_in(texts, worker, add_special_tokens, with_offsets)
 
     def cut(self, ids: np.ndarray, limit: int, side: str) -> np.ndarray:
         """One input cut to `limit` tokens, its special tokens kept; `side` ("left" | "right") is where tokens go."""
@@ -113,12 +125,19 @@ class Tokenizer:
             else:
                 _deliver(encoded, [(texts, future)])
 
-    async def _encode_in(self, texts: list[str], worker: ThreadPoolExecutor) -> Encoded:
+    async def _encode_in(
+        self,
+        texts: list[str],
+        worker: ThreadPoolExecutor,
+        add_special_tokens: bool = True,
+        with_offsets: bool = False,
+    ) -> Encoded:
         """Here when that is quick, else on the worker. Raises ServerError for whatever the tokenizer raises."""
         try:
             if sum(map(len, texts)) <= INLINE_CHARS:
-                return self._encode(texts)
-            return await asyncio.get_running_loop().run_in_executor(worker, self._encode, texts)
+                return self._encode(texts, add_special_tokens, with_offsets)
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(worker, self._encode, texts, add_special_tokens, with_offsets)
         except asyncio.CancelledError:
             raise
         except (
@@ -127,15 +146,23 @@ class Tokenizer:
             log.error("the tokenizer failed on one of %d texts", len(texts), exc_info=error)
             raise ServerError("the tokenizer failed; the server's log says why") from error
 
-    def _encode(self, texts: list[str]) -> Encoded:
-        # encode_batch_fast alone releases the GIL for the whole of its work, so it is used even for one text.
-        ids = array("i")
+    def _encode(self, texts: list[str], add_special_tokens: bool, with_offsets: bool) -> Encoded:
+        # encode_batch_fast alone releases the GIL for the whole of its work, so it is used even for one text; but it
+        # keeps no offsets.
+        encode = self._tokenizer.encode_batch if with_offsets else self._tokenizer.encode_batch_fast
+        ids, offsets = array("i"), array("i")
         lengths = np.empty(len(texts), np.int32)
-        for index, encoding in enumerate(self._tokenizer.encode_batch_fast(texts)):
+        for index, encoding in enumerate(encode(texts, add_special_tokens=add_special_tokens)):
             start = len(ids)
             ids.extend(self._with_one_end(encoding.ids))
             lengths[index] = len(ids) - start
-        return Encoded(np.frombuffer(ids, np.int32) if ids else np.empty(0, np.int32), lengths)
+            if with_offsets:  # token by token, for `encoding.offsets` makes them all in one go, with the GIL held
+                offsets.extend(chain.from_iterable(encoding.token_to_chars(i) or (0, 0) for i in range(len(encoding))))
+        return Encoded(_as_numpy(ids), lengths, _as_numpy(offsets).reshape(-1, 2) if with_offsets else None)
+
+
+def _as_numpy(values: array[int]) -> np.ndarray:
+    return np.frombuffer(values, np.int32) if values else np.empty(0, np.int32)
 
     def _with_one_end(self, ids: list[int]) -> list[int]:
         end = self._end
