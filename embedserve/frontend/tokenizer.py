@@ -153,22 +153,22 @@ class Tokenizer:
         ids, offsets = array("i"), array("i")
         lengths = np.empty(len(texts), np.int32)
         for index, encoding in enumerate(encode(texts, add_special_tokens=add_special_tokens)):
-            start = len(ids)
-            ids.extend(self._with_one_end(encoding.ids))
-            lengths[index] = len(ids) - start
+            own = self._with_one_end(encoding.ids) if add_special_tokens else encoding.ids
+            ids.extend(own)
+            lengths[index] = len(own)
             if with_offsets:  # token by token, for `encoding.offsets` makes them all in one go, with the GIL held
-                offsets.extend(chain.from_iterable(encoding.token_to_chars(i) or (0, 0) for i in range(len(encoding))))
+                offsets.extend(chain.from_iterable(encoding.token_to_chars(i) or (0, 0) for i in range(len(own))))
         return Encoded(_as_numpy(ids), lengths, _as_numpy(offsets).reshape(-1, 2) if with_offsets else None)
-
-
-def _as_numpy(values: array[int]) -> np.ndarray:
-    return np.frombuffer(values, np.int32) if values else np.empty(0, np.int32)
 
     def _with_one_end(self, ids: list[int]) -> list[int]:
         end = self._end
         while end and ids[-2 * len(end) :] == end + end:
             ids = ids[: -len(end)]
         return ids
+
+
+def _as_numpy(values: array[int]) -> np.ndarray:
+    return np.frombuffer(values, np.int32) if values else np.empty(0, np.int32)
 
 
 def _deliver(encoded: Encoded, turn: list[tuple[list[str], asyncio.Future[Encoded]]]) -> None:
