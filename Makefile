@@ -12,14 +12,15 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 GOAL := $(or $(firstword $(MAKECMDGOALS)),demo)
 NEEDED_PYTHON := embedserve needs Python 3.11 or newer; name one, as in: make $(GOAL) PYTHON=python3.12
 
-.PHONY: help demo serve test test-all lint proto
+.PHONY: help demo serve test test-all test-faults lint proto
 .NOTPARALLEL:
 
 help:
 	@echo "make demo       install, start a server, embed texts over HTTP and gRPC, stop it"
 	@echo "make serve      run the server;               ARGS=\"--http-port 9000\" adds flags"
 	@echo "make test       the tests that CI runs;       ARGS=\"-k client\" adds pytest's flags"
-	@echo "make test-all   every test"
+	@echo "make test-all   every test: test and"
+	@echo "make test-faults  the long ones of cancels and deaths"
 	@echo "make lint       ruff and mypy"
 	@echo "make proto      write embedserve/v1 anew from protos/"
 	@echo
@@ -35,7 +36,10 @@ serve: $(VENV)/.server
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest $(ARGS)
 
-test-all: test
+test-all: test test-faults
+
+test-faults: $(VENV)/.dev
+	$(BIN)/python -m pytest -m faults -rP $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

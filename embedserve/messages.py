@@ -91,6 +91,7 @@ class EngineAddress(msgspec.Struct, frozen=True):
     requests: str  # ipc://…
     replies: str
     card: ModelCard
+    tokens_per_s: float  # of one forward, as its warm-up measured it
 
 
 # The control channel between the supervisor and its children: one JSON object a line.

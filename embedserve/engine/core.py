@@ -89,6 +89,7 @@ class Engine:
             requests=f"ipc://{spec.run_dir}/e{spec.number}.req",
             replies=f"ipc://{spec.run_dir}/e{spec.number}.rep",
             card=card,
+            tokens_per_s=self._tokens_per_ms * 1000,
         )
         ipc_loop = IpcLoop(
             address.requests,

@@ -101,7 +101,7 @@ class EngineClient:
         self._flush_scheduled = False
         self._received_bytes = 0
         self._acknowledged_bytes = 0
-        self._speed = _Speed()
+        self._speed = _Speed(1.0)
         self._alive_at = time.monotonic()
         self._busy_s = 0.0
         self._address: EngineAddress | None = None
@@ -114,6 +114,7 @@ class EngineClient:
         """Use this engine from now on; returns when it answers."""
         self.disconnect()
         self._address = address
+        self._speed = _Speed(address.tokens_per_s)
         self._received_bytes = self._acknowledged_bytes = 0
         self.heard_alive(0.0)
         self._welcomed.clear()
@@ -194,8 +195,13 @@ class EngineClient:
             )
         self._count(tokens, reply_bytes)
 
+    @property
+    def drained_in_s(self) -> float:
+        """When what is in flight will be answered, at the rate of late: what a caller is told to wait."""
+        return min(MAX_RETRY_S, max(MIN_RETRY_S, self._tokens / self._speed.tokens_per_s))
+
     def _overloaded(self, reason: str) -> Overloaded:
-        wait_s = min(MAX_RETRY_S, max(MIN_RETRY_S, self._tokens / self._speed.tokens_per_s))
+        wait_s = self.drained_in_s
         message = f"{reason} into one frontend of this server. Try again in {wait_s:.2f} s."
         return Overloaded(message, retry_after_s=wait_s)
 
@@ -288,12 +294,17 @@ class EngineClient:
         for refusal in header.refusals:
             pending = self._pending.get(refusal.id)
             if pending is not None:
-                self._finish(pending, _refusal_error(refusal))
+                self._finish(pending, self._refusal_error(refusal))
                 self._cancels.append(refusal.id)  # other parts of it may still wait
                 self._schedule_flush()
         self._show_saturation()
         if self._received_bytes - self._acknowledged_bytes > self._max_reply_bytes // 4:
             self._schedule_flush()
+
+    def _refusal_error(self, refusal: Refusal) -> EmbedserveError:
+        if refusal.overloaded:
+            return Overloaded(refusal.message, retry_after_s=self.drained_in_s)
+        return ServerError(refusal.message)
 
     def _fill(
         self, pending: _Pending, part: ReplyPart, header: ReplyHeader, payload: memoryview, reply_ms: float
@@ -328,15 +339,11 @@ class EngineClient:
             )
 
 
-def _refusal_error(refusal: Refusal) -> EmbedserveError:
-    return Overloaded(refusal.message, retry_after_s=1.0) if refusal.overloaded else ServerError(refusal.message)
-
-
 class _Speed:
     """Tokens answered per second, over the last second or so without a longer pause in it."""
 
-    def __init__(self) -> None:
-        self.tokens_per_s = 10_000.0  # until the first second is measured
+    def __init__(self, tokens_per_s: float) -> None:
+        self.tokens_per_s = tokens_per_s  # until the first second is measured
         self._since = self._answered_at = time.monotonic()
         self._tokens = 0
 

@@ -6,6 +6,7 @@ The hot endpoint is a plain ASGI callable behind a Starlette route: msgspec deco
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -45,6 +46,7 @@ from embedserve.frontend.service import Service
 # Of a body that is too large, so that its sender gets to read the answer.
 MAX_DISCARDED_BYTES = 256_000_000
 DISCARD_FOR_S = 10.0
+LARGE_REPLY_BYTES = 64 * 1024  # held in the byte gate until the client has read them; uvicorn buffers as much freely
 
 
 def make_app(service: Service) -> Starlette:
@@ -104,8 +106,9 @@ class _Embeddings:
                 request = decode_request(body, self._service.card.dims)
                 result = await self._until_disconnect(embed_call(request, self._service), receive)
                 reply = await _encode(request, result, self._service)
-            status, lane = 200, result.lane.name.lower()
-            await _send(send, status, reply, _timing_header(result))
+                hold(len(reply))
+                status, lane = 200, result.lane.name.lower()
+                await _send(send, status, reply, _timing_header(result))
         except _Disconnected:
             status = 499  # nobody is left to answer; the code is nginx's for it
         except EmbedserveError as error:
@@ -191,8 +194,11 @@ def _too_large(size: int, limit: int) -> BodyTooLarge:
 
 
 async def _send(send: Send, status: int, body: bytes, *headers: tuple[bytes, bytes]) -> None:
+    """Returns when the transport has room again: uvicorn waits for that before a message, so the last one is empty."""
     await send(_response_start(status, body, *headers))
-    await send({"type": "http.response.body", "body": body})
+    await send({"type": "http.response.body", "body": body, "more_body": len(body) > LARGE_REPLY_BYTES})
+    if len(body) > LARGE_REPLY_BYTES:
+        await send({"type": "http.response.body", "body": b""})
 
 
 def _response_start(status: int, body: bytes, *headers: tuple[bytes, bytes]) -> Message:
@@ -225,8 +231,11 @@ async def _discard_body(receive: Receive) -> None:
 
 
 def _retry_header(error: EmbedserveError) -> list[tuple[bytes, bytes]]:
-    """Whole seconds, rounded up, as RFC 9110 has it."""
-    return [(b"retry-after", str(int(-(-error.retry_after_s // 1))).encode())] if isinstance(error, Overloaded) else []
+    """Whole seconds, rounded up, as RFC 9110 has it; and milliseconds, which OpenAI's clients read first."""
+    if not isinstance(error, Overloaded):
+        return []
+    seconds, milliseconds = math.ceil(error.retry_after_s), math.ceil(error.retry_after_s * 1000)
+    return [(b"retry-after", str(seconds).encode()), (b"retry-after-ms", str(milliseconds).encode())]
 
 
 def _timing_header(result: EmbedResult) -> tuple[bytes, bytes]:

@@ -21,6 +21,7 @@ from embedserve.frontend.openai import error_body
 from embedserve.frontend.service import Service
 
 LISTEN_BACKLOG = 2048
+UNREAD_S = 60.0  # a client that takes nothing of its reply for so long is cut off
 KEEP_ALIVE_S = 75
 
 
@@ -66,7 +67,27 @@ class HttpServer(uvicorn.Server):
 
 
 class _Protocol(HttpToolsProtocol):
-    """uvicorn's, with our error body for what is not HTTP at all."""
+    """uvicorn's, with our error body for what is not HTTP at all, and an end to waiting for who does not read."""
+
+    _giving_up: asyncio.TimerHandle | None = None
+
+    def pause_writing(self) -> None:
+        """The reply is larger than what lies buffered on both sides."""
+        super().pause_writing()
+        self._giving_up = self.loop.call_later(UNREAD_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_giving_up()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_giving_up()
+        super().connection_lost(exc)
+
+    def _stop_giving_up(self) -> None:
+        if self._giving_up is not None:
+            self._giving_up.cancel()
+            self._giving_up = None
 
     def send_400_response(self, msg: str) -> None:
         error = InvalidInput(f"{msg.rstrip('.')}: the bytes on this connection are not an HTTP/1.1 request.")

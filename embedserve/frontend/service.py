@@ -95,8 +95,8 @@ class Service:
             if self._bytes_in_flight + nbytes > self._max_bytes_in_flight:
                 raise Overloaded(
                     f"requests of {self._bytes_in_flight} bytes are in flight; this frontend holds "
-                    f"{self._max_bytes_in_flight}. Try again shortly.",
-                    retry_after_s=1.0,
+                    f"{self._max_bytes_in_flight}. Try again in {self.engine.drained_in_s:.2f} s.",
+                    retry_after_s=self.engine.drained_in_s,
                 )
             self._bytes_in_flight += nbytes
             held += nbytes

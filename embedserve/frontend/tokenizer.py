@@ -62,12 +62,25 @@ class Tokenizer:
         """Takes any valid Unicode, which is all that the protocols let in. Raises ServerError should it fail."""
         loop = asyncio.get_running_loop()
         if sum(map(len, texts)) > LONG_CHARS:
-            return await self._encode_in(texts, self._long)
+            return await self._encode_long(texts)
         future: asyncio.Future[Encoded] = loop.create_future()
         self._waiting.append((texts, future))
         if self._turns is None or self._turns.done():
             self._turns = loop.create_task(self._run_turns())
         return await future
+
+    async def _encode_long(self, texts: list[str]) -> Encoded:
+        """In slices, so that a caller who leaves frees the worker with the one that runs (a text is never cut)."""
+        slices: list[list[str]] = [[]]
+        room = LONG_CHARS
+        for text in texts:
+            if slices[-1] and len(text) > room:
+                slices.append([])
+                room = LONG_CHARS
+            slices[-1].append(text)
+            room -= len(text)
+        encoded = [await self._encode_in(some, self._long) for some in slices]
+        return Encoded(*(np.concatenate([getattr(each, name) for each in encoded]) for name in ("ids", "lengths")))
 
     async def tokenize(self, texts: list[str], *, add_special_tokens: bool, with_offsets: bool) -> Encoded:
         """For those who want to see the tokens, special ones or not: never in one call with what waits to be embedded.

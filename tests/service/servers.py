@@ -58,12 +58,19 @@ class Server:
 
     def children(self, title: str) -> list[psutil.Process]:
         """Its processes whose title begins so: "embedserve: frontend", "embedserve: engine"."""
-        children = psutil.Process(self.pid).children()
-        return [child for child in children if " ".join(child.cmdline()).startswith(title)]
+        return [child for child in psutil.Process(self.pid).children() if _title(child).startswith(title)]
 
     def wait(self, timeout: float) -> int:
         """The exit status, when it has ended."""
         return self.process.wait(timeout)
+
+
+def _title(process: psutil.Process) -> str:
+    """Empty for one that is no more."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:  # a zombie is none either
+        return ""
 
 
 @contextmanager

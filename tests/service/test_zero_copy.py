@@ -498,6 +498,7 @@ class FakeEngine:
             requests=f"ipc://{run_dir}/req",
             replies=f"ipc://{run_dir}/rep",
             card=ModelCard("m", "", "bert", 384, 512, 1000, "mean", True, "float32", "cpu", "s", "n"),
+            tokens_per_s=10_000.0,
         )
         self._context = zmq.Context()
         self._requests, self._replies = (self._context.socket(zmq.ROUTER) for _ in range(2))

@@ -1,0 +1,127 @@
+"""A caller who leaves frees his work, over both protocols and at every stage, and nobody else notices."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+
+import grpc
+import pytest
+from loads import LONG_TEXT, metric, steady_load, wait_until
+from servers import ANY_SIZE, EMBED_METHOD, OWN_CONNECTION, Embed, Server, Socket, http_message, start_server
+
+from embedserve.v1 import embedding_pb2 as pb
+
+FREED_WITHIN_S = 2.0  # a busy machine's; what is wanted is a tenth of a second
+BULK = [LONG_TEXT] * 400  # half a minute of work or so, so that most of it waits
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with start_server("--frontends", "2", "--request-timeout-s", "25") as started:
+        yield started
+
+
+@pytest.fixture
+def embed(server: Server) -> Iterator[Embed]:
+    with grpc.insecure_channel(server.grpc_target, options=ANY_SIZE + OWN_CONNECTION) as channel:
+        yield Embed(channel)
+
+
+def queued(server: Server) -> float:
+    return metric(server, "embedserve_queued_tokens")
+
+
+def bulk_message() -> bytes:
+    return http_message(json.dumps({"input": BULK}).encode())
+
+
+def leave_by_http(server: Server, embed: Embed) -> Callable[[], object]:
+    return Socket(server).send(bulk_message()).reset
+
+
+def leave_by_grpc_cancel(server: Server, embed: Embed) -> Callable[[], object]:
+    return embed.start(texts=BULK).cancel
+
+
+@pytest.mark.parametrize("start", [leave_by_http, leave_by_grpc_cancel])
+def test_queued_work_of_a_caller_who_leaves_is_freed(server: Server, embed: Embed, start: Callable) -> None:
+    cancelled = metric(server, "embedserve_cancelled_total")
+    with steady_load(server, callers=1) as load:
+        leave = start(server, embed)
+        wait_until(lambda: queued(server) > 10_000, 20)
+        leave()
+        took_s = wait_until(lambda: queued(server) < 10_000, FREED_WITHIN_S)
+        print(f"freed within {took_s * 1000:.0f} ms, one scrape included")
+        assert metric(server, "embedserve_cancelled_total") == cancelled + 1
+    assert set(load.answers) == {"http good", "grpc good"}
+
+
+def test_grpc_deadline_frees_what_waits(server: Server, embed: Embed) -> None:
+    with (
+        steady_load(server, callers=1) as load,
+        grpc.insecure_channel(server.grpc_target, options=ANY_SIZE + OWN_CONNECTION) as channel,
+    ):
+        future = channel.unary_unary(EMBED_METHOD).future(pb.EmbedRequest(texts=BULK).SerializeToString(), timeout=3)
+        wait_until(lambda: queued(server) > 10_000, 20)
+        assert future.code() is grpc.StatusCode.DEADLINE_EXCEEDED  # waits for it
+        wait_until(lambda: queued(server) < 10_000, FREED_WITHIN_S)
+    assert set(load.answers) == {"http good", "grpc good"}
+
+
+def test_caller_who_leaves_while_he_is_tokenized_never_reaches_the_queue(server: Server) -> None:
+    """4 MB of text, in slices on a worker: the rest of the slices is not tokenized."""
+    cancelled = metric(server, "embedserve_cancelled_total")
+    body = json.dumps({"input": [LONG_TEXT * 10] * 400, "truncate": "right"}).encode()
+    socket = Socket(server).send(http_message(body))
+    time.sleep(0.1)
+    socket.reset()
+    wait_until(lambda: metric(server, "embedserve_cancelled_total") == cancelled + 1, 5)
+    for _ in range(20):
+        assert queued(server) == 0
+        time.sleep(0.02)
+
+
+def test_request_timeout_frees_what_waits() -> None:
+    with start_server("--request-timeout-s", "1") as server, Socket(server) as socket:
+        socket.send(bulk_message())
+        reply = socket.read_reply()
+        assert reply.status == 504
+        assert b"--request-timeout-s" in reply.body
+        wait_until(lambda: queued(server) == 0, FREED_WITHIN_S)
+
+
+@pytest.mark.parametrize("a_second", [300])
+def test_flood_of_cancels_moves_nobody_else(server: Server, a_second: int) -> None:
+    flood_of_cancels(server, seconds=3, a_second=a_second)
+
+
+@pytest.mark.faults
+def test_100_000_cancels_in_a_minute_move_nobody_else(server: Server) -> None:
+    assert flood_of_cancels(server, seconds=60, a_second=1_700) >= 100_000
+
+
+def flood_of_cancels(server: Server, *, seconds: int, a_second: int) -> int:
+    """Calls that are cancelled 10 ms after they began, beside a steady load; how many."""
+    before = metric(server, "embedserve_cancelled_total")
+    message = pb.EmbedRequest(texts=[LONG_TEXT] * 4).SerializeToString()
+    with grpc.insecure_channel(server.grpc_target, options=ANY_SIZE + OWN_CONNECTION) as channel:
+        method = channel.unary_unary(EMBED_METHOD)
+        with steady_load(server, callers=1) as load:
+            sent, started, waiting = 0, time.monotonic(), []
+            while (passed := time.monotonic() - started) < seconds:
+                for call in waiting:
+                    call.cancel()
+                waiting = [method.future(message) for _ in range(int(passed * a_second) - sent)]
+                sent += len(waiting)
+                time.sleep(0.01)
+            for call in waiting:
+                call.cancel()
+            wait_until(lambda: queued(server) == 0, 10)
+        assert Embed(channel)(texts=["the next request"]).count == 1
+    assert set(load.answers) == {"http good", "grpc good"}
+    print(f"{sent} cancels in {seconds} s; the load's {load.good} answers took {load.slowest_s * 1000:.0f} ms at most")
+    counted = metric(server, "embedserve_cancelled_total") - before
+    assert counted <= sent  # one that was cancelled before it was sent never came
+    return sent
