@@ -69,7 +69,7 @@ class OutputLoop:
 
     def _send_batch(self, finished: FinishedBatch) -> None:
         taken_at = time.monotonic()
-        bad_rows = _nonfinite_rows(finished)
+        bad_rows = nonfinite_rows(finished)
         parts = enumerate(finished.batch.parts)
         for frontend, numbered in groupby(parts, key=lambda pair: pair[1].request.frontend):
             indexes = [index for index, _ in numbered]
@@ -80,7 +80,7 @@ class OutputLoop:
                 message = "the frontend reads its replies too slowly; send again later"
                 self._send_refusals([Refused(request, message, overloaded=True) for request in requests])
                 continue
-            reply_parts = [_reply_part(finished, index, start, bad_rows.get(index, [])) for index in indexes]
+            reply_parts = [reply_part(finished, index, start, bad_rows.get(index, [])) for index in indexes]
             self._send(
                 frontend,
                 payload,
@@ -120,7 +120,7 @@ class OutputLoop:
             self._credit.sent(frontend, payload.nbytes)
 
 
-def _nonfinite_rows(finished: FinishedBatch) -> dict[int, list[int]]:
+def nonfinite_rows(finished: FinishedBatch) -> dict[int, list[int]]:
     """Part index -> rows of its request whose status byte is set; nearly always empty."""
     status = finished.buffer[finished.layout.status_offset :]
     if not status.any():
@@ -134,7 +134,8 @@ def _nonfinite_rows(finished: FinishedBatch) -> dict[int, list[int]]:
     return bad
 
 
-def _reply_part(finished: FinishedBatch, index: int, start: int, bad_rows: list[int]) -> ReplyPart:
+def reply_part(finished: FinishedBatch, index: int, start: int, bad_rows: list[int]) -> ReplyPart:
+    """start: of the payload in the batch's buffer, from which the part's offsets count."""
     part = finished.batch.parts[index]
     scale_offset = finished.layout.part_scale_offset[index]
     return ReplyPart(

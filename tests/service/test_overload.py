@@ -133,6 +133,7 @@ def test_real_clients_come_back_by_themselves(server: Server) -> None:
         assert len(client.embeddings.create(model="all-MiniLM-L6-v2", input=[LONG_TEXT] * 30).data) == 30
 
 
+@pytest.mark.faults
 def test_replies_that_nobody_reads_are_held_by_the_byte_gate() -> None:
     """9 MB each, more in all than the gate holds: the rest is refused, and those that were made can still be read."""
     body = http_message(json.dumps({"input": ["a"] * 2048, "encoding_format": "float"}).encode())
@@ -140,14 +141,26 @@ def test_replies_that_nobody_reads_are_held_by_the_byte_gate() -> None:
         (frontend,) = server.children("embedserve: frontend")
         sockets = [stack.enter_context(Socket(server)) for _ in range(45)]
         with steady_load(server, callers=1) as load:
-            for socket in sockets:
-                socket.send(body)
-            wait_until(lambda: metric(server, "embedserve_requests_total", 'code="429"') > 0, 90)
+            for made, socket in enumerate(sockets):
+                socket.send(body)  # one after the other: those that wait for the engine have a gate of their own
+                wait_until(lambda made=made: inputs(server) > made * 2048 or refused(server) > 0, 30)
+                if refused(server):
+                    break
             held = frontend.memory_info().rss
         print(f"the frontend held {held / 1e6:.0f} MB")
-        statuses = Counter(socket.read_reply().status for socket in sockets)
-        assert set(statuses) == {200, 429}, statuses
+        assert refused(server) > 0
+        statuses = Counter(socket.read_reply().status for socket in sockets[: made + 1])
+        assert statuses[200] > 20
+        assert statuses[200] + statuses[429] == made + 1
         assert held < MIN_BYTES_IN_FLIGHT + 250e6  # what a frontend is, and the reply that it is at work on
         assert set(load.answers) <= {"http good", "grpc good", "http 429", "grpc RESOURCE_EXHAUSTED"}
         with over_http(server) as one:
             assert len(one("again")) == 384
+
+
+def inputs(server: Server) -> float:
+    return metric(server, "embedserve_inputs_total")
+
+
+def refused(server: Server) -> float:
+    return metric(server, "embedserve_requests_total", 'code="429"')
