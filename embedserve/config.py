@@ -43,6 +43,11 @@ class Config:
         "of the weights: auto reads the folder's safetensors; dummy makes random ones, to measure speed",
         choices=("auto", "dummy"),
     )
+    backend: str = setting(
+        "auto",
+        "what runs the model; auto is native, or sentence-transformers for a model that native does not serve",
+        choices=("auto", "native", "sentence-transformers"),
+    )
     threads: int | None = setting(None, "CPU threads of all forward passes together; auto is every core", least=1)
     forwards: int | None = setting(
         None, "forward passes side by side on a CPU; auto is one per thread for small models, else one", least=1

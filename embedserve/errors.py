@@ -19,6 +19,7 @@ EmbedserveError
 ├── EngineUnavailable             503  UNAVAILABLE
 ├── ServerError                   500  INTERNAL
 └── StartError                         (the command line: one line on stderr, exit status 2)
+    └── NotNative                      (a whole model that the packed forward does not serve)
 Knows no protocol library: the gRPC code is its name.
 """
 
@@ -146,6 +147,10 @@ class ServerError(EmbedserveError):
 
 class StartError(EmbedserveError):
     """The server cannot start as it was asked to."""
+
+
+class NotNative(StartError):
+    """The packed forward does not serve this model, and sentence-transformers may; `message` says why."""
 
 
 def shortened(message: str) -> str:

@@ -56,6 +56,7 @@ class Engine:
         model: str | None = None,
         *,
         revision: str | None = None,
+        backend: str = "auto",
         dtype: str = "auto",
         device: str = "auto",
         load_format: str = "auto",
@@ -71,6 +72,7 @@ class Engine:
         self._config = Config(
             model=model,
             revision=revision,
+            backend=backend,
             dtype=dtype,
             device=device,
             load_format=load_format,
@@ -158,20 +160,21 @@ class Engine:
     def _load_and_run(self) -> None:
         """On the thread that will launch, because torch's workers belong to the thread that started them."""
         try:
-            from embedserve.model.runner import load_runner
+            from embedserve.model.runner import load_runner, warm_up
 
             config = self._config
             with naming_threads("forward"):
                 runner = load_runner(
                     config.model,
                     revision=config.revision,
+                    backend=config.backend,
                     dtype=config.dtype,
                     device=config.device,
                     threads=config.threads or available_cores(),
                     forwards=config.forwards,
                     load_format=config.load_format,
                 )
-                self._tokens_per_ms = runner.warm_up()
+                self._tokens_per_ms = warm_up(runner)
         except BaseException as error:  # the outermost frame of loading: __init__ raises it
             self._loaded.set_exception(error)
             return

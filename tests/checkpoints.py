@@ -11,13 +11,21 @@ from pathlib import Path
 
 import torch
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
+from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling, Transformer
 from tokenizers import Tokenizer
 from tokenizers.models import WordPiece
 from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
 from tokenizers.processors import TemplateProcessing
-from transformers import BertConfig, BertModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3Model
+from transformers import (
+    BertConfig,
+    BertModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3Model,
+    RobertaConfig,
+    RobertaModel,
+)
 
 from loadtest import qwen3
 
@@ -87,6 +95,24 @@ def save_tiny_qwen3(path: Path, *, seed: int = 0, **config: object) -> Path:
     modules = [Transformer(str(made_of), max_seq_length=512), Pooling(64, pooling_mode="lasttoken"), Normalize()]
     prompts = {"query": qwen3.QUERY_PROMPT, "document": ""}
     SentenceTransformer(modules=modules, device="cpu", prompts=prompts).save(str(saved))
+    return saved
+
+
+def save_tiny_roberta(path: Path, *, dense: bool = False, pooling: str = "mean") -> Path:
+    """A random RoBERTa, whose positions begin behind the padding's; at most 62 tokens, its vectors 48 or, dense, 20."""
+    tokenizer = _word_tokenizer(sentences())
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
+    config = RobertaConfig(
+        vocab_size=len(tokenizer), max_position_embeddings=64, pad_token_id=0, initializer_range=0.2, **sizes
+    )
+    RobertaModel(config).save_pretrained(path / "made-of")
+    tokenizer.save_pretrained(path / "made-of")
+    modules = [Transformer(str(path / "made-of"), max_seq_length=62), Pooling(48, pooling_mode=pooling)]
+    if dense:
+        modules.append(Dense(48, 20, activation_function=torch.nn.Tanh()))
+    saved = path / "tiny-roberta"
+    SentenceTransformer(modules=[*modules, Normalize()], device="cpu").save(str(saved))
     return saved
 
 

@@ -127,13 +127,17 @@ class Engine:
         engine_loop.run()
 
     def _load(self) -> Runner:
-        from embedserve.model.runner import load_runner  # torch: only in this process, and first on this thread
+        from embedserve.model.runner import (
+            load_runner,
+            warm_up,
+        )  # torch: only in this process, and first on this thread
 
         config = self._spec.config
         started = time.monotonic()
         runner = load_runner(
             config.model,
             revision=config.revision,
+            backend=config.backend,
             dtype=config.dtype,
             device=config.device,
             threads=config.threads or available_cores(),
@@ -142,7 +146,7 @@ class Engine:
         )
         if config.load_format == "dummy":
             log.warning("the weights are random (--load-format dummy): vectors mean nothing")
-        self._tokens_per_ms = runner.warm_up()  # proves the model, and starts every worker of the thread pool
+        self._tokens_per_ms = warm_up(runner)  # proves the model, and starts every worker of the thread pool
         card = runner.card
         log.info(
             "%s loaded in %.1f s: %s on %s, %d forwards side by side",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from embedserve.errors import StartError
+from embedserve.errors import NotNative, StartError
 from embedserve_kernels.linear import LinearWeight, linear, prepare_linear
 from embedserve_kernels.qk_norm_rope import qk_norm_rope, rotations
 from embedserve_kernels.rms_norm_residual import rms_norm_residual
@@ -40,13 +40,13 @@ class Qwen3Config:
 
     @classmethod
     def from_json(cls, config: Mapping[str, Any]) -> Qwen3Config:
-        """Raises StartError for a variant of Qwen3 that the forward below would get wrong."""
+        """Raises NotNative for a variant of Qwen3 that the forward below would get wrong."""
         for key, supported in (("hidden_act", "silu"), ("attention_bias", False), ("use_sliding_window", False)):
             if config.get(key, supported) != supported:
-                raise StartError(f"config.json: {key} is {config[key]!r}; supported: {supported!r}.")
+                raise NotNative(f"config.json: {key} is {config[key]!r}; supported: {supported!r}.")
         kinds = set(config.get("layer_types") or ()) - {"full_attention"}
         if kinds:
-            raise StartError(f"config.json: layer_types has {', '.join(sorted(kinds))}; supported: full_attention.")
+            raise NotNative(f"config.json: layer_types has {', '.join(sorted(kinds))}; supported: full_attention.")
         try:
             hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
             qwen3 = cls(
@@ -74,7 +74,7 @@ def _rope_theta(config: Mapping[str, Any]) -> float:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind != "default":
-        raise StartError(f"config.json: the type of RoPE is {kind!r}; supported: default.")
+        raise NotNative(f"config.json: the type of RoPE is {kind!r}; supported: default.")
     return float(rope.get("rope_theta") or config.get("rope_theta") or _DEFAULT_ROPE_THETA)
 
 

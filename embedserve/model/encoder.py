@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from embedserve.errors import StartError
+from embedserve.errors import NotNative, StartError
 from embedserve_kernels.embed_tokens import embed_tokens
 from embedserve_kernels.layer_norm_residual import layer_norm_residual
 from embedserve_kernels.linear import Activation, LinearWeight, linear, prepare_linear
@@ -44,16 +44,16 @@ class BertConfig:
 
     @classmethod
     def from_json(cls, config: Mapping[str, Any]) -> BertConfig:
-        """Raises StartError for a variant of BERT that the forward below would get wrong."""
+        """Raises NotNative for a variant of BERT that the forward below would get wrong."""
         activation = config.get("hidden_act", "gelu")
         if activation not in _ACTIVATIONS:
-            raise StartError(f"config.json: hidden_act is {activation!r}; supported: {', '.join(_ACTIVATIONS)}.")
+            raise NotNative(f"config.json: hidden_act is {activation!r}; supported: {', '.join(_ACTIVATIONS)}.")
         positions = config.get("position_embedding_type") or "absolute"
         if positions != "absolute":
-            raise StartError(f"config.json: position_embedding_type is {positions!r}; supported: absolute.")
+            raise NotNative(f"config.json: position_embedding_type is {positions!r}; supported: absolute.")
         for key in ("is_decoder", "add_cross_attention"):
             if config.get(key):
-                raise StartError(f"config.json: {key} is true; supported: false, an encoder.")
+                raise NotNative(f"config.json: {key} is true; supported: false, an encoder.")
         try:
             bert = cls(
                 vocab_size=int(config["vocab_size"]),

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from embedserve.errors import StartError
-from embedserve.model.registry import PackedModel, architecture
+from embedserve.model.registry import SUPPORTED_ARCHITECTURES, PackedModel, architecture
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -54,17 +54,39 @@ def load_weights(folder: ModelFolder, *, dtype: torch.dtype, device: torch.devic
 
     def take(name: str) -> torch.Tensor:
         tensor = _read_tensor(stored[name])
-        digest = hashlib.sha256(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
-        digests[name] = digest.digest()
+        if not tensor.is_floating_point():
+            raise StartError(
+                f"{stored[name].file}: {name} is {tensor.dtype}; supported: floating point, not quantized."
+            )
+        digests[name] = _digest(name, tensor)
         # a copy in any case: what safetensors gives is a view of the file
         return tensor.to(device=device, dtype=dtype, copy=True)
 
     model = kind.build(config, take)
     assert digests.keys() == shapes.keys(), shapes.keys() - digests.keys()
-    identity = hashlib.sha256(b"".join(digests[name] for name in sorted(digests)))
-    _identify_text_side(identity, folder)
-    return model, identity.hexdigest()[:_SPACE_ID_DIGITS]
+    return model, _space_id(folder, digests)
+
+
+def space_of_files(folder: ModelFolder) -> str:
+    """The space_id of a folder that another library loads; the same as `load_weights` gives where both can.
+
+    Raises StartError for weights that are not in safetensors.
+    """
+    prefix, ignored_prefixes = "", ()
+    if folder.architecture in SUPPORTED_ARCHITECTURES:
+        kind = architecture(folder.architecture)
+        prefix, ignored_prefixes = kind.model.prefix, kind.model.ignored_prefixes
+    digests: dict[str, bytes] = {}
+    for module in folder.modules:
+        if module.kind not in ("Transformer", "Dense", "LayerNorm"):
+            continue
+        of_transformer = module.kind == "Transformer"
+        place = "" if of_transformer else f"{module.path.name}/"
+        tensors = _stored_tensors(module.path, *((prefix, ignored_prefixes) if of_transformer else ("", ())))
+        digests |= {place + name: _digest(place + name, _read_tensor(stored)) for name, stored in tensors.items()}
+        if not of_transformer:
+            digests[place] = hashlib.sha256((module.path / "config.json").read_bytes()).digest()
+    return _space_id(folder, digests)
 
 
 def dummy_weights(folder: ModelFolder, *, dtype: torch.dtype, device: torch.device) -> tuple[PackedModel, str]:
@@ -118,7 +140,10 @@ def _stored_tensors(path: Path, prefix: str, ignored_prefixes: tuple[str, ...]) 
     elif index_file.is_file():
         files = [path / shard for shard in _shards(index_file)]
     else:
-        raise StartError(f"{path} has neither model.safetensors nor {index_file.name}; only safetensors is read.")
+        raise StartError(
+            f"{path} has neither model.safetensors nor {index_file.name}; only safetensors is read. To "
+            "convert pickled weights, load the model with SentenceTransformer(...) and save it to another folder."
+        )
     found: dict[str, _Stored] = {}
     for file in files:
         for tensor in _header(file):
@@ -154,9 +179,20 @@ def _read_tensor(stored: _Stored) -> torch.Tensor:
             tensor: torch.Tensor = tensors.get_tensor(name)
     except (OSError, SafetensorError) as error:
         raise StartError(f"{file}: {name} cannot be read: {error}. Fetch it again.") from error
-    if not tensor.is_floating_point():
-        raise StartError(f"{file}: {name} is {tensor.dtype}; supported: floating point, not quantized.")
     return tensor
+
+
+def _digest(name: str, tensor: torch.Tensor) -> bytes:
+    """Of what a file has under this name."""
+    digest = hashlib.sha256(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+    digest.update(tensor.flatten().view(torch.uint8).numpy().data)
+    return digest.digest()
+
+
+def _space_id(folder: ModelFolder, digests: Mapping[str, bytes]) -> str:
+    identity = hashlib.sha256(b"".join(digests[name] for name in sorted(digests)))
+    _identify_text_side(identity, folder)
+    return identity.hexdigest()[:_SPACE_ID_DIGITS]
 
 
 def _identify_text_side(identity: hashlib._Hash, folder: ModelFolder) -> None:

