@@ -72,10 +72,13 @@ class Pipeline:
             self.outbox.close()
 
     def join(self) -> None:
-        """Wait for all threads, once each has been told to end; one that does not is left behind."""
+        """Wait for all threads, once each has been told to end; one that does not is left behind. The model goes."""
         deadline = time.monotonic() + STOP_WITHIN_S
-        for thread in self._threads:
+        for thread in list(self._threads):
             thread.join(max(0.0, deadline - time.monotonic()))
+        self._threads.clear()
+        self.loops.clear()
+        self.runner = None
 
     def _load_and_run(self) -> None:
         """On EngineLoop, because loading runs parallel operations: libgomp keeps a pool for each thread that does."""
