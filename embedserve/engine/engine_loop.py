@@ -54,12 +54,14 @@ class EngineLoop:
         self._max_batch_tokens = max_batch_tokens
         self._max_batch_ms = max_batch_ms
         self._tokens_per_ms = tokens_per_ms
+        self.entered = threading.Event()  # its thread is set up
         self.busy_since: float | None = None  # CLOCK_MONOTONIC, seconds; read by whoever watches for a stuck loop
 
     def run(self) -> None:
         if self._lane is Lane.BULK:  # before the thread's own workers start, which inherit it
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BULK_NICENESS)
         self._runner.enter_thread()
+        self.entered.set()
         self._busy = metrics.THREAD_BUSY.labels(threading.current_thread().name)
         self._idle_since = time.monotonic()
         while self._step():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections import deque
 from dataclasses import dataclass
 
@@ -44,6 +45,7 @@ class Outbox:
         self._taken = threading.Condition()
         self._closed = False
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        weakref.finalize(self, os.close, self.wake_fd).atexit = False  # when no thread is left that may write to it
 
     def put(self, finished: FinishedBatch) -> None:
         with self._taken:

@@ -216,6 +216,7 @@ class PackedRunner:
 
     def enter_thread(self) -> None:
         torch.set_num_threads(self._threads)
+        torch.get_num_threads()  # before any operation: the thread keeps its number, whatever another sets later
 
 
 def round_up_tokens(total: int) -> int:

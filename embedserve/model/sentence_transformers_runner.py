@@ -103,6 +103,7 @@ class SentenceTransformersRunner:
 
     def enter_thread(self) -> None:
         torch.set_num_threads(self._threads)
+        torch.get_num_threads()  # before any operation: the thread keeps its number, whatever another sets later
 
 
 def _sub_batches(order: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:

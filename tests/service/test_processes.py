@@ -221,13 +221,15 @@ def test_any_of_the_three_threads_ending_ends_the_engine(loop: str, tmp_path: Pa
     module = tmp_path / "engine_with_a_dying_thread.py"
     module.write_text(
         textwrap.dedent(f"""
-        import embedserve.engine.core as core
+        from embedserve.engine import core, pipeline
 
-        class Dying(core.{loop}):
+        module = pipeline if "{loop}" == "EngineLoop" else core
+
+        class Dying(module.{loop}):
             def run(self):
                 raise OSError("the test ends this thread")
 
-        core.{loop} = Dying
+        module.{loop} = Dying
         core.main()
         """)
     )

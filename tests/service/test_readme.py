@@ -29,7 +29,7 @@ README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 SNIPPETS = re.findall(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", README, re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize(("code", "printed"), SNIPPETS, ids=["openai", "embed", "embed_full"])
+@pytest.mark.parametrize(("code", "printed"), SNIPPETS, ids=["openai", "embed", "embed_full", "in-process"])
 def test_snippet_prints_what_the_readme_says(code: str, printed: str, server: Server) -> None:
     code = code.replace("http://127.0.0.1:8080", server.http_url).replace("127.0.0.1:50051", server.grpc_target)
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=120)

@@ -134,7 +134,6 @@ def running_output(
         output.outbox.close()
         thread.join(TIMEOUT_S)
         assert not thread.is_alive()
-        os.close(output.outbox.wake_fd)
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
