@@ -18,6 +18,7 @@ from embedserve.v1 import embedding_pb2 as pb
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Embedding"].full_name
 FLUSH_S = 0.5
+KEEPALIVE_MS = 30_000
 MESSAGE_OVERHEAD_BYTES = 64 * 1024  # of field tags around a body of --max-body-mb
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class GrpcServer:
                 ("grpc.max_receive_message_length", limit),
                 ("grpc.max_send_message_length", -1),
                 ("grpc.so_reuseport", 1),
+                ("grpc.keepalive_time_ms", KEEPALIVE_MS),  # a client that vanished holds its calls no longer
             ]
         )
         self._stopping = asyncio.get_running_loop().create_future()

@@ -16,7 +16,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from embedserve.errors import InvalidInput
-from embedserve.frontend.http import make_app
+from embedserve.frontend.http import ABORT_CONNECTION, make_app
 from embedserve.frontend.openai import error_body
 from embedserve.frontend.service import Service
 
@@ -67,9 +67,13 @@ class HttpServer(uvicorn.Server):
 
 
 class _Protocol(HttpToolsProtocol):
-    """uvicorn's, with our error body for what is not HTTP at all, and an end to waiting for who does not read."""
+    """uvicorn's, with an end to waiting for who does not read, and our error body for what is not HTTP at all."""
 
     _giving_up: asyncio.TimerHandle | None = None
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["state"][ABORT_CONNECTION] = self.transport.abort
 
     def pause_writing(self) -> None:
         """The reply is larger than what lies buffered on both sides."""
