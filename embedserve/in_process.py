@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Coroutine
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 from embedserve.config import Config, available_cores
@@ -121,7 +122,7 @@ class Engine:
             call = embed_call(build_request(inputs, on_error=on_error, **options))
         except BadRequest as error:
             raise InvalidInput(error.message, param=error.param) from error
-        return self._wait_for(self._service.embed(call))
+        return self._wait_for(self._service.embed(call, hold=lambda nbytes: None))
 
     def close(self) -> None:
         """Whoever still waits is told; the model's memory is freed. Once is enough, more does not hurt."""
@@ -239,10 +240,14 @@ class _Client(EngineClient):
         self._address = EngineAddress(0, "", "", card, tokens_per_ms * 1000)
         self._connected = True
 
+    def reserved(self, tokens: int) -> AbstractContextManager[None]:
+        """Nobody is refused, so nothing is kept free."""
+        return nullcontext()
+
     async def embed(self, request: EngineRequest) -> EngineReply:
         """As the server's, but waits for room: alone, a request of any size is let in."""
         async with self._room:
-            await self._room.wait_for(lambda: not self._tokens or self._fits(request))
+            await self._room.wait_for(lambda: not self._tokens.held or self._tokens.has_room(len(request.token_ids)))
             answer = asyncio.ensure_future(super().embed(request))
             await asyncio.sleep(0)  # it has counted its tokens when this returns
         try:
@@ -260,13 +265,11 @@ class _Client(EngineClient):
         header = ReplyHeader(0, time.monotonic(), forward_ms, 0.0, parts, [])
         self._receive(header, finished.buffer.data)
 
-    def _fits(self, request: EngineRequest) -> bool:
-        return self._tokens + len(request.token_ids) <= self._max_tokens
-
     def _admit(self, tokens: int, reply_bytes: int) -> None:
         if not self._connected:
             raise EngineUnavailable("the engine is closed")
-        self._count(tokens, reply_bytes)
+        self._tokens.enter(tokens, time.monotonic())
+        self._reply_bytes.enter(reply_bytes, time.monotonic())
 
     def _flush(self) -> None:
         self._flush_scheduled = False
