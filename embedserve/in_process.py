@@ -10,9 +10,9 @@ import atexit
 import select
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 from embedserve.config import Config, available_cores
@@ -240,9 +240,10 @@ class _Client(EngineClient):
         self._address = EngineAddress(0, "", "", card, tokens_per_ms * 1000)
         self._connected = True
 
-    def reserved(self, tokens: int) -> AbstractContextManager[None]:
+    @contextmanager
+    def reserved(self, tokens: int) -> Iterator[None]:
         """Nobody is refused, so nothing is kept free."""
-        return nullcontext()
+        yield
 
     async def embed(self, request: EngineRequest) -> EngineReply:
         """As the server's, but waits for room: alone, a request of any size is let in."""

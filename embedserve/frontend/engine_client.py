@@ -159,10 +159,10 @@ class EngineClient:
     def reserved(self, tokens: int) -> Iterator[None]:
         """Room for a request of about so many tokens while it is tokenized: what can't be queued isn't tokenized first.
 
-        Raises Overloaded or EngineUnavailable. A guess must not refuse for ever what might fit: it counts up to a
-        quarter of what this frontend queues.
+        Raises Overloaded or EngineUnavailable. A guess must not refuse for ever what might fit: it counts up to half
+        of what this frontend queues.
         """
-        tokens = min(tokens, max(1, self._tokens.limit // 4))
+        tokens = min(tokens, max(1, self._tokens.limit // 2))
         self._check_room(tokens)
         self._tokens.enter(tokens, time.monotonic())
         try:
