@@ -188,9 +188,9 @@ def test_pipelining_client_who_does_not_read_is_read_no_further(server: Server) 
 def test_grpc_client_without_a_window_delays_nobody_and_leaves_nothing(server: Server) -> None:
     """HTTP/2 by hand, with a window of zero: not a byte of the reply may be sent."""
     answered = metric(server, "embedserve_requests_total", 'code="OK"')
-    with steady_load(server, callers=1) as load:
-        with StalledGrpc(server, pb.EmbedRequest(texts=["a"] * 500).SerializeToString()):
-            wait_until(lambda: metric(server, "embedserve_requests_total", 'code="OK"') > answered + 50, 20)
+    message = pb.EmbedRequest(texts=["a"] * 500).SerializeToString()
+    with steady_load(server, callers=1) as load, StalledGrpc(server, message):
+        wait_until(lambda: metric(server, "embedserve_requests_total", 'code="OK"') > answered + 50, 20)
     assert set(load.answers) == {"http good", "grpc good"}
     wait_until(lambda: metric(server, "embedserve_saturation") == 0, 5)
 
