@@ -6,6 +6,7 @@ Knows ports and servers; what a method answers is in grpc_handlers.py.
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING
 
 import grpc
@@ -72,6 +73,14 @@ class GrpcServer:
         self._stopping.set_result(None)
         await self._server.stop(grace_s)
         await asyncio.sleep(FLUSH_S)
+
+
+def _is_of_our_making(record: logging.LogRecord) -> bool:
+    """grpc logs a traceback for each client that left before its reply was sent, which is no error."""
+    return not record.getMessage().startswith("ExecuteBatchError raised in core")
+
+
+logging.getLogger("grpc._cython.cygrpc").addFilter(_is_of_our_making)
 
 
 class _Health(health.aio.HealthServicer):

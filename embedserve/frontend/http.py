@@ -48,7 +48,7 @@ MAX_DISCARDED_BYTES = 256_000_000
 DISCARD_FOR_S = 10.0
 # A smaller one fits the buffers of its connection, whose next request is not read before it is gone.
 LARGE_REPLY_BYTES = 64 * 1024
-ABORT_CONNECTION = "abort_connection"  # in a request's state, from the server: ends the connection, sent or not
+TRANSPORT = "transport"  # of its connection, in a request's state; the server puts it there
 
 Header = tuple[bytes, bytes]
 
@@ -108,7 +108,7 @@ class _Embeddings:
             _check_announced_bytes(scope, self._service.config.max_body_bytes)
             reply, result_lane, timing = await self._answer(receive)
             status, lane = 200, result_lane.name.lower()
-            await self._send(scope, send, reply, timing)
+            await self._send(scope, receive, send, reply, timing)
         except _Disconnected:
             status = 499  # nobody is left to answer; the code is nginx's for it
             metrics.CANCELLED.inc()
@@ -165,13 +165,17 @@ class _Embeddings:
                 await asyncio.sleep(0)
             return b"".join(encoded)
 
-    async def _send(self, scope: Scope, send: Send, body: bytes, *headers: Header) -> None:
+    async def _send(self, scope: Scope, receive: Receive, send: Send, body: bytes, *headers: Header) -> None:
         if len(body) <= LARGE_REPLY_BYTES:
             await _send(send, 200, body, *headers)
             return
-        with self._service.unread.waiting(len(body), scope["state"][ABORT_CONNECTION]):
+        transport: asyncio.Transport = scope["state"][TRANSPORT]
+        with self._service.unread.waiting(len(body), transport.abort):
             await send(_response_start(200, body, *headers))
             await send({"type": "http.response.body", "body": body, "more_body": True})
+            while transport.is_closing():  # uvicorn writes to it until it hears that the connection is lost
+                if (await receive())["type"] == "http.disconnect":
+                    break
             await send({"type": "http.response.body", "body": b""})  # waits until most of it has been read
 
 

@@ -19,7 +19,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from embedserve.errors import InvalidInput
-from embedserve.frontend.http import ABORT_CONNECTION, make_app
+from embedserve.frontend.http import TRANSPORT, make_app
 from embedserve.frontend.openai import error_body
 from embedserve.frontend.service import Service
 
@@ -81,7 +81,7 @@ class _Protocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.scope["state"][ABORT_CONNECTION] = self.transport.abort
+        self.scope["state"][TRANSPORT] = self.transport
 
     def pause_writing(self) -> None:
         """The reply is larger than what lies buffered on both sides."""
