@@ -14,8 +14,8 @@ import select
 import threading
 import time
 import weakref
-from collections.abc import Coroutine
-from contextlib import suppress
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
@@ -118,7 +118,7 @@ class Engine:
             asked = embed_call(build_request(inputs, on_error=on_error, **options))
         except BadRequest as error:
             raise InvalidInput(error.message, param=error.param) from error
-        result = self._core.wait_for(self._core.service.embed(asked))
+        result = self._core.wait_for(self._core.service.embed(asked, hold=lambda nbytes: None))
         return _client_result(result, asked.model or self.model.name, options.get("request_id") or "")
 
     def close(self) -> None:
@@ -261,27 +261,32 @@ class _Client(EngineClient):
         self._address = EngineAddress(0, "", "", card, tokens_per_s)
         self._connected = True
 
-    def disconnect(self) -> None:
-        super().disconnect()
+    def disconnect(self, reason: str = "the engine ended before it answered; send the request again") -> None:
+        super().disconnect(reason)
         self._address = None  # a batch that still comes does not connect it again
+
+    @contextmanager
+    def reserved(self, tokens: int) -> Iterator[None]:
+        """Nobody is refused, so nothing is kept free."""
+        yield
 
     async def embed(self, request: EngineRequest) -> EngineReply:
         """As the server's, but waits for room: in the order of arrival, and alone if it is larger than the queue."""
         async with self._door:
-            while self._tokens and self._tokens + len(request.token_ids) > self._max_tokens:
+            while self._tokens.held and not self._tokens.has_room(len(request.token_ids)):
                 self._someone_left.clear()
                 await self._someone_left.wait()
-            self._count(len(request.token_ids), request.reply_bytes)
         try:
             return await super().embed(request)
         finally:
             self._someone_left.set()
 
     def _admit(self, tokens: int, reply_bytes: int) -> None:
-        """Counted at the door."""
+        """In the same turn of the loop in which the door let it in."""
         if not self._connected:
-            self._count(-tokens, -reply_bytes)
             raise EngineUnavailable("the engine is closed")
+        self._tokens.enter(tokens, time.monotonic())
+        self._reply_bytes.enter(reply_bytes, time.monotonic())
 
     def receive(self, finished: FinishedBatch) -> None:
         indexes = range(len(finished.batch.parts))

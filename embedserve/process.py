@@ -6,8 +6,10 @@ Knows the supervisor's side of that hand-over too (spawn), and nothing of what t
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import gc
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -69,9 +71,21 @@ def enter_child(role: str) -> tuple[ChildSpec, ControlChannel]:
         sys.exit(1)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # they may reach the whole group; the supervisor alone answers them
+    _report_crashes()
     setproctitle.setproctitle(f"embedserve: {role} {spec.number}")
     start_logging(spec.config.log_format, spec.name)
     return spec, ControlChannel(socket.socket(fileno=spec.control_fd))
+
+
+def _report_crashes() -> None:
+    """A crash (SIGSEGV, SIGABRT, …) leaves every thread's stack in the log, and no core file unless asked for.
+
+    Writing out gigabytes holds up the end of the process, and with it the news to those who wait on it. A limit of 1 is
+    what stops core handlers that are programs too (core(5)); `prlimit --core=unlimited --pid` raises it again.
+    """
+    faulthandler.enable()
+    _, most = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (1 if most else 0, most))
 
 
 def settle_memory() -> None:

@@ -153,9 +153,9 @@ class Supervisor:
             with suppress(ConnectionError):  # a child that dies with a message unread resets the channel
                 async for line in reader:
                     self._hear(child, decode_control(line))
+            self._lost(child)  # its channel is closed: it is ending, and those who wait on it need not wait for that
             assert child.process is not None
-            status = await asyncio.to_thread(child.process.wait)  # its channel is closed: it is ending
-            self._lost(child)
+            status = await asyncio.to_thread(child.process.wait)
             if self._stopping.is_set():
                 return
             if not self._announced:
@@ -207,7 +207,8 @@ class Supervisor:
                     self._tell(frontend, UseEngine(address))
             case Alive():
                 for frontend in self._frontends:
-                    self._tell(frontend, message)
+                    if frontend.writer is not None and not frontend.writer.transport.get_write_buffer_size():
+                        self._tell(frontend, message)  # else it does not read, and would only find old news
             case Serving():
                 child.serving = True
                 settled = self._announced or self._stopping.is_set()

@@ -168,6 +168,7 @@ class WaitingRoom:
         self._max_tokens = max_tokens
         self._observe = observe
         self._lock = threading.Lock()
+        self._gone: set[str] = set()  # frontends; of theirs some messages may still be read
         self._filled = {lane: threading.Condition(self._lock) for lane in Lane}
         self._closed = False
 
@@ -176,6 +177,8 @@ class WaitingRoom:
         refused: list[Request] = []
         with self._lock:
             for request in requests:
+                if request.frontend in self._gone:
+                    continue
                 waiting = sum(self._batcher.waiting_tokens(lane) for lane in Lane)
                 if waiting and waiting + request.waiting_tokens > self._max_tokens:
                     refused.append(request)
@@ -193,7 +196,9 @@ class WaitingRoom:
         return freed
 
     def cancel_frontend(self, frontend: str) -> int:
+        """Free what a frontend that is gone had waiting, now and later; how many requests that was."""
         with self._lock:
+            self._gone.add(frontend)
             freed = self._batcher.cancel_frontend(frontend)
             self._observe(self._batcher)
         return freed

@@ -9,6 +9,8 @@ import asyncio
 import logging
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +19,7 @@ import zmq
 from embedserve import metrics
 from embedserve.engine.credit import REPLY_CREDIT_BYTES
 from embedserve.errors import EmbedserveError, EngineUnavailable, Overloaded, RequestTooLarge, ServerError
+from embedserve.frontend.gate import Gate
 from embedserve.messages import (
     EngineAddress,
     Lane,
@@ -33,8 +36,7 @@ from embedserve_kernels.output_layout import OutputDtype, row_bytes
 log = logging.getLogger(__name__)
 
 REPLIES_PER_TURN = 16  # then other callbacks of the loop get theirs
-SPEED_WINDOW_S = 1.0
-MIN_RETRY_S, MAX_RETRY_S = 0.05, 30.0
+GUESSED_BYTES_PER_S = 1_000_000  # until it is measured, which a gate that fills does within a second
 
 
 @dataclass(slots=True)
@@ -78,6 +80,7 @@ class _Pending:
     future: asyncio.Future[EngineReply]
     sent_at: float
     rows_missing: int
+    tokens_missing: int
     vectors: bytearray | None = None  # only when the rows come in several parts
     scales: bytearray | None = None
     nonfinite_rows: list[int] = field(default_factory=list)
@@ -90,10 +93,8 @@ class EngineClient:
 
     def __init__(self, name: str, *, max_tokens: int, max_reply_bytes: int = REPLY_CREDIT_BYTES // 2) -> None:
         self._name = name
-        self._max_tokens = max_tokens
-        self._max_reply_bytes = max_reply_bytes
-        self._tokens = 0  # in flight
-        self._reply_bytes = 0
+        self._tokens = Gate(max_tokens, guess_per_s=1.0)  # an engine says its own
+        self._reply_bytes = Gate(max_reply_bytes, guess_per_s=GUESSED_BYTES_PER_S)
         self._pending: dict[int, _Pending] = {}
         self._next_id = 0
         self._outgoing: list[_Pending] = []
@@ -101,7 +102,6 @@ class EngineClient:
         self._flush_scheduled = False
         self._received_bytes = 0
         self._acknowledged_bytes = 0
-        self._speed = _Speed(1.0)
         self._alive_at = time.monotonic()
         self._busy_s = 0.0
         self._address: EngineAddress | None = None
@@ -114,7 +114,7 @@ class EngineClient:
         """Use this engine from now on; returns when it answers."""
         self.disconnect()
         self._address = address
-        self._speed = _Speed(address.tokens_per_s)
+        self._tokens.per_s = address.tokens_per_s
         self._received_bytes = self._acknowledged_bytes = 0
         self.heard_alive(0.0)
         self._welcomed.clear()
@@ -125,7 +125,7 @@ class EngineClient:
         self._read_replies()  # its descriptor is edge-triggered: look again after every send
         await self._welcomed.wait()
 
-    def disconnect(self) -> None:
+    def disconnect(self, reason: str = "the engine ended before it answered; send the request again") -> None:
         """The engine is lost: everyone who waits on it is told."""
         self._connected = False
         if self._replies is not None and self._requests is not None:
@@ -136,7 +136,7 @@ class EngineClient:
         self._outgoing.clear()
         self._cancels.clear()
         for pending in list(self._pending.values()):
-            self._finish(pending, EngineUnavailable("the engine ended before it answered; send the request again"))
+            self._finish(pending, EngineUnavailable(reason))
 
     @property
     def connected(self) -> bool:
@@ -155,13 +155,28 @@ class EngineClient:
         """Seconds since the engine last spoke, or in which one of its loops did not get on: whichever is longer."""
         return max(time.monotonic() - self._alive_at, self._busy_s)
 
+    @contextmanager
+    def reserved(self, tokens: int) -> Iterator[None]:
+        """Room for a request of about so many tokens while it is tokenized: what can't be queued isn't tokenized first.
+
+        Raises Overloaded or EngineUnavailable. A guess must not refuse for ever what might fit: it counts up to half
+        of what this frontend queues.
+        """
+        tokens = min(tokens, max(1, self._tokens.limit // 2))
+        self._check_room(tokens)
+        self._tokens.enter(tokens, time.monotonic())
+        try:
+            yield
+        finally:
+            self._tokens.leave(tokens, time.monotonic(), answered=False)
+
     async def embed(self, request: EngineRequest) -> EngineReply:
         """Raises Overloaded, RequestTooLarge, EngineUnavailable or ServerError. Cancelling it frees its rows."""
         tokens = len(request.token_ids)
         self._admit(tokens, request.reply_bytes)
         self._next_id += 1
         pending = _Pending(
-            self._next_id, request, asyncio.get_running_loop().create_future(), time.monotonic(), request.rows
+            self._next_id, request, asyncio.get_running_loop().create_future(), time.monotonic(), request.rows, tokens
         )
         self._pending[pending.id] = pending
         self._outgoing.append(pending)
@@ -170,55 +185,49 @@ class EngineClient:
             return await pending.future
         finally:
             if self._pending.pop(pending.id, None) is not None:  # the caller left
-                self._release(pending)
+                self._release(pending, answered=False)
                 self._cancels.append(pending.id)
                 self._schedule_flush()
 
     def _admit(self, tokens: int, reply_bytes: int) -> None:
-        if not self._connected:
-            raise EngineUnavailable("the engine is not ready; try again shortly")
-        if tokens > self._max_tokens:
+        if tokens > self._tokens.limit:
             raise RequestTooLarge(
-                f"the request has {tokens} tokens; this server queues {self._max_tokens} per frontend. "
+                f"the request has {tokens} tokens; this server queues {self._tokens.limit} per frontend. "
                 "Send fewer inputs a request, or raise --max-queued-tokens."
             )
-        if reply_bytes > self._max_reply_bytes:
+        if reply_bytes > self._reply_bytes.limit:
             raise RequestTooLarge(
-                f"the reply would have {reply_bytes} bytes; this server holds {self._max_reply_bytes} per frontend. "
+                f"the reply would have {reply_bytes} bytes; this server holds {self._reply_bytes.limit} per frontend. "
                 "Send fewer inputs a request."
             )
-        if self._tokens + tokens > self._max_tokens:
-            raise self._overloaded(f"{self._tokens} tokens are in flight, {tokens} came, and {self._max_tokens} fit")
-        if self._reply_bytes + reply_bytes > self._max_reply_bytes:
-            raise self._overloaded(
-                f"replies of {self._reply_bytes} bytes are due, {reply_bytes} came, and {self._max_reply_bytes} fit"
-            )
-        self._count(tokens, reply_bytes)
+        self._check_room(tokens)
+        now = time.monotonic()
+        if not self._reply_bytes.has_room(reply_bytes):
+            held, limit = self._reply_bytes.held, self._reply_bytes.limit
+            reason = f"replies of {held} bytes are due, {reply_bytes} came, and {limit} fit"
+            raise _overloaded(reason, self._reply_bytes.retry_after_s(reply_bytes, now))
+        self._tokens.enter(tokens, now)
+        self._reply_bytes.enter(reply_bytes, now)
 
-    @property
-    def drained_in_s(self) -> float:
-        """When what is in flight will be answered, at the rate of late: what a caller is told to wait."""
-        return min(MAX_RETRY_S, max(MIN_RETRY_S, self._tokens / self._speed.tokens_per_s))
-
-    def _overloaded(self, reason: str) -> Overloaded:
-        wait_s = self.drained_in_s
-        message = f"{reason} into one frontend of this server. Try again in {wait_s:.2f} s."
-        return Overloaded(message, retry_after_s=wait_s)
-
-    def _count(self, tokens: int, reply_bytes: int) -> None:
-        self._tokens += tokens
-        self._reply_bytes += reply_bytes
+    def _check_room(self, tokens: int) -> None:
+        if not self._connected:
+            raise EngineUnavailable("the engine is not ready; try again shortly")
+        if not self._tokens.has_room(tokens):
+            reason = f"{self._tokens.held} tokens are in flight, {tokens} came, and {self._tokens.limit} fit"
+            raise _overloaded(reason, self._tokens.retry_after_s(tokens, time.monotonic()))
 
     def _show_saturation(self) -> None:
         """Once a message, not once a request."""
-        metrics.SATURATION.set(max(self._tokens / self._max_tokens, self._reply_bytes / self._max_reply_bytes))
+        metrics.SATURATION.set(max(self._tokens.fullness, self._reply_bytes.fullness))
 
-    def _release(self, pending: _Pending) -> None:
-        self._count(-len(pending.request.token_ids), -pending.request.reply_bytes)
+    def _release(self, pending: _Pending, *, answered: bool) -> None:
+        now = time.monotonic()
+        self._tokens.leave(pending.tokens_missing, now, answered=answered)
+        self._reply_bytes.leave(pending.request.reply_bytes, now, answered=answered)
 
     def _finish(self, pending: _Pending, outcome: EngineReply | Exception) -> None:
         del self._pending[pending.id]
-        self._release(pending)
+        self._release(pending, answered=isinstance(outcome, EngineReply))
         if pending.future.done():
             return
         if isinstance(outcome, EngineReply):
@@ -294,17 +303,18 @@ class EngineClient:
         for refusal in header.refusals:
             pending = self._pending.get(refusal.id)
             if pending is not None:
-                self._finish(pending, self._refusal_error(refusal))
+                self._finish(pending, self._refusal_error(pending, refusal))
                 self._cancels.append(refusal.id)  # other parts of it may still wait
                 self._schedule_flush()
         self._show_saturation()
-        if self._received_bytes - self._acknowledged_bytes > self._max_reply_bytes // 4:
+        if self._received_bytes - self._acknowledged_bytes > self._reply_bytes.limit // 4:
             self._schedule_flush()
 
-    def _refusal_error(self, refusal: Refusal) -> EmbedserveError:
-        if refusal.overloaded:
-            return Overloaded(refusal.message, retry_after_s=self.drained_in_s)
-        return ServerError(refusal.message)
+    def _refusal_error(self, pending: _Pending, refusal: Refusal) -> EmbedserveError:
+        if not refusal.overloaded:
+            return ServerError(refusal.message)
+        retry_after_s = self._tokens.retry_after_s(pending.tokens_missing, time.monotonic())
+        return Overloaded(refusal.message, retry_after_s=retry_after_s)
 
     def _fill(
         self, pending: _Pending, part: ReplyPart, header: ReplyHeader, payload: memoryview, reply_ms: float
@@ -323,7 +333,8 @@ class EngineClient:
         if part.rows < request.rows:
             tokens = int(request.lengths[part.first_row : part.first_row + part.rows].sum())
             vectors, scales = _gather(pending, part, stride, vectors, scales)
-        self._speed.answered(tokens)
+        self._tokens.leave(tokens, time.monotonic(), answered=True)
+        pending.tokens_missing -= tokens
         if pending.rows_missing == 0:
             self._finish(
                 pending,
@@ -339,23 +350,9 @@ class EngineClient:
             )
 
 
-class _Speed:
-    """Tokens answered per second, over the last second or so without a longer pause in it."""
-
-    def __init__(self, tokens_per_s: float) -> None:
-        self.tokens_per_s = tokens_per_s  # until the first second is measured
-        self._since = self._answered_at = time.monotonic()
-        self._tokens = 0
-
-    def answered(self, tokens: int) -> None:
-        now = time.monotonic()
-        if now - self._answered_at > SPEED_WINDOW_S:  # nothing was asked for meanwhile, or nothing answered
-            self._since, self._tokens = now, 0
-        self._answered_at = now
-        self._tokens += tokens
-        if now - self._since >= SPEED_WINDOW_S:
-            self.tokens_per_s = max(1.0, self._tokens / (now - self._since))
-            self._since, self._tokens = now, 0
+def _overloaded(reason: str, retry_after_s: float) -> Overloaded:
+    message = f"{reason} into one frontend of this server. Try again in {retry_after_s:.2f} s."
+    return Overloaded(message, retry_after_s=retry_after_s)
 
 
 def _item(pending: _Pending) -> RequestItem:

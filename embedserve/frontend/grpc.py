@@ -6,6 +6,7 @@ Knows ports and servers; what a method answers is in grpc_handlers.py.
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING
 
 import grpc
@@ -18,6 +19,7 @@ from embedserve.v1 import embedding_pb2 as pb
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Embedding"].full_name
 FLUSH_S = 0.5
+KEEPALIVE_MS = 30_000
 MESSAGE_OVERHEAD_BYTES = 64 * 1024  # of field tags around a body of --max-body-mb
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ class GrpcServer:
                 ("grpc.max_receive_message_length", limit),
                 ("grpc.max_send_message_length", -1),
                 ("grpc.so_reuseport", 1),
+                ("grpc.keepalive_time_ms", KEEPALIVE_MS),  # a client that vanished holds its calls no longer
             ]
         )
         self._stopping = asyncio.get_running_loop().create_future()
@@ -70,6 +73,14 @@ class GrpcServer:
         self._stopping.set_result(None)
         await self._server.stop(grace_s)
         await asyncio.sleep(FLUSH_S)
+
+
+def _is_of_our_making(record: logging.LogRecord) -> bool:
+    """grpc logs a traceback for each client that left before its reply was sent, which is no error."""
+    return not record.getMessage().startswith("ExecuteBatchError raised in core")
+
+
+logging.getLogger("grpc._cython.cygrpc").addFilter(_is_of_our_making)
 
 
 class _Health(health.aio.HealthServicer):

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -27,7 +27,7 @@ from embedserve.frontend.grpc_messages import (
     tokenize_call,
     tokenize_response,
 )
-from embedserve.frontend.service import Service
+from embedserve.frontend.service import Hold, Service
 from embedserve.v1 import embedding_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -46,10 +46,10 @@ class Handlers:
         self._stopping = stopping
 
     async def embed(self, body: bytes, context: Context) -> bytes:
-        with counted() as outcome, self._service.admit_bytes() as hold:
+        with counted() as outcome, self._admitted(context) as hold:
             hold(len(body))
             request = parse(pb.EmbedRequest, body)
-            result = await self._service.embed(embed_call(request))
+            result = await self._service.embed(embed_call(request), hold)
             outcome.lane = result.lane.name.lower()
             reply: bytes = pb.EmbedResponse(**embed_response(request, result, self._service)).SerializeToString()
             return reply
@@ -59,7 +59,7 @@ class Handlers:
         await _Stream(self._service, context).run(self._stopping)
 
     async def tokenize(self, body: bytes, context: Context) -> bytes:
-        with counted() as outcome, self._service.admit_bytes() as hold:
+        with counted() as outcome, self._admitted(context) as hold:
             hold(len(body))
             request = parse(pb.TokenizeRequest, body)
             encoded = await self._service.tokenize(
@@ -70,6 +70,14 @@ class Handlers:
             reply: bytes = (await tokenize_response(encoded)).SerializeToString()
             return reply
         return await abort(context, outcome.error)
+
+    @contextmanager
+    def _admitted(self, context: Context) -> Iterator[Hold]:
+        """The first gate. What a reply holds of it is let go when the client has read the reply, or left."""
+        with ExitStack() as held:
+            yield held.enter_context(self._service.admit_bytes())
+            kept = held.pop_all()
+            context.add_done_callback(lambda _: kept.close())  # type: ignore[arg-type]  # it takes any callable
 
     async def get_model(self, body: bytes, context: Context) -> bytes:
         with counted() as outcome:
@@ -134,17 +142,16 @@ class _Stream:
                     await self._context.write(reply)
         self._bytes -= len(body) + len(reply)
 
-    async def _reply(self, body: bytes, hold: Callable[[int], None]) -> bytes:
+    async def _reply(self, body: bytes, hold: Hold) -> bytes:
         request_id = ""
         with counted() as outcome:
             request = parse(pb.EmbedRequest, body)  # before the gate, so that a refusal says which request it is
             request_id = request.request_id
             hold(len(body))
-            result = await self._service.embed(embed_call(request))
+            result = await self._service.embed(embed_call(request), hold)
             outcome.lane = result.lane.name.lower()
             response = embed_response(request, result, self._service)
             reply: bytes = pb.EmbedStreamResponse(request_id=request_id, response=response).SerializeToString()
-            hold(len(reply))
             return reply
         failed: bytes = pb.EmbedStreamResponse(
             request_id=request_id, error=stream_error(outcome.error)
@@ -176,6 +183,7 @@ def counted() -> Iterator[Outcome]:
         outcome.code, outcome.error = error.grpc_code, error
     except asyncio.CancelledError:
         outcome.code = "CANCELLED"
+        metrics.CANCELLED.inc()
         raise
     except Exception as error:  # the outermost frame of a request: grpc would answer UNKNOWN with the bare exception
         log.error("a call failed", exc_info=error)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -41,12 +40,17 @@ from embedserve.frontend.openai import (
     embeddings_body,
     error_body,
 )
-from embedserve.frontend.service import Service
+from embedserve.frontend.service import Hold, Service
+from embedserve.messages import Lane
 
 # Of a body that is too large, so that its sender gets to read the answer.
 MAX_DISCARDED_BYTES = 256_000_000
 DISCARD_FOR_S = 10.0
-LARGE_REPLY_BYTES = 64 * 1024  # held in the byte gate until the client has read them; uvicorn buffers as much freely
+# A smaller one fits the buffers of its connection, whose next request is not read before it is gone.
+LARGE_REPLY_BYTES = 64 * 1024
+TRANSPORT = "transport"  # of its connection, in a request's state; the server puts it there
+
+Header = tuple[bytes, bytes]
 
 
 def make_app(service: Service) -> Starlette:
@@ -95,22 +99,19 @@ class _Embeddings:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._encoding = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = time.monotonic()
         status, lane = 500, "none"
         try:
             _check_announced_bytes(scope, self._service.config.max_body_bytes)
-            with self._service.admit_bytes() as hold:
-                body = await self._read_body(receive, hold)
-                request = decode_request(body, self._service.card.dims)
-                result = await self._until_disconnect(embed_call(request, self._service), receive)
-                reply = await _encode(request, result, self._service)
-                hold(len(reply))
-                status, lane = 200, result.lane.name.lower()
-                await _send(send, status, reply, _timing_header(result))
+            reply, result_lane, timing = await self._answer(receive)
+            status, lane = 200, result_lane.name.lower()
+            await self._send(scope, receive, send, reply, timing)
         except _Disconnected:
             status = 499  # nobody is left to answer; the code is nginx's for it
+            metrics.CANCELLED.inc()
         except EmbedserveError as error:
             status = error.http_status
             await _send_error(error, receive, send)
@@ -118,7 +119,15 @@ class _Embeddings:
             metrics.REQUESTS.labels("http", str(status)).inc()
             metrics.REQUEST_SECONDS.labels("http", lane).observe(time.monotonic() - started)
 
-    async def _read_body(self, receive: Receive, hold: Callable[[int], None]) -> bytes:
+    async def _answer(self, receive: Receive) -> tuple[bytes, Lane, Header]:
+        """The reply's body, its lane and its times; of the vectors nothing is left."""
+        with self._service.admit_bytes() as hold:
+            body = await self._read_body(receive, hold)
+            request = decode_request(body, self._service.card.dims)
+            result = await self._until_disconnect(embed_call(request, self._service), hold, receive)
+            return await self._encode(request, result), result.lane, _timing_header(result)
+
+    async def _read_body(self, receive: Receive, hold: Hold) -> bytes:
         config = self._service.config
         try:
             async with asyncio.timeout(config.request_timeout_s):
@@ -126,8 +135,8 @@ class _Embeddings:
         except TimeoutError as error:
             raise BodyTimeout(f"the body did not come within {config.request_timeout_s:g} s.") from error
 
-    async def _until_disconnect(self, call: EmbedCall, receive: Receive) -> EmbedResult:
-        embedding = asyncio.ensure_future(self._service.embed(call))
+    async def _until_disconnect(self, call: EmbedCall, hold: Hold, receive: Receive) -> EmbedResult:
+        embedding = asyncio.ensure_future(self._service.embed(call, hold))
         # After the body, receive() returns once: when the connection is lost or the response is complete.
         watching = asyncio.ensure_future(receive())
         watching.add_done_callback(lambda _: embedding.cancel())
@@ -141,19 +150,37 @@ class _Embeddings:
         finally:
             watching.cancel()
 
+    async def _encode(self, request: EmbeddingsRequest, result: EmbedResult) -> bytes:
+        """A large reply in slices, between which other requests of this loop get their turn.
+
+        One large reply at a time, for its text is several times as long as its vectors.
+        """
+        pieces = embeddings_body(request, result, self._service)
+        if result.count <= ROWS_A_SLICE:
+            return b"".join(pieces)
+        encoded = []
+        async with self._encoding:
+            for piece in pieces:
+                encoded.append(piece)
+                await asyncio.sleep(0)
+            return b"".join(encoded)
+
+    async def _send(self, scope: Scope, receive: Receive, send: Send, body: bytes, *headers: Header) -> None:
+        if len(body) <= LARGE_REPLY_BYTES:
+            await _send(send, 200, body, *headers)
+            return
+        transport: asyncio.Transport = scope["state"][TRANSPORT]
+        with self._service.unread.waiting(len(body), transport.abort):
+            await send(_response_start(200, body, *headers))
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+            while transport.is_closing():  # uvicorn writes to it until it hears that the connection is lost
+                if (await receive())["type"] == "http.disconnect":
+                    break
+            await send({"type": "http.response.body", "body": b""})  # waits until most of it has been read
+
 
 class _Disconnected(Exception):
     pass
-
-
-async def _encode(request: EmbeddingsRequest, result: EmbedResult, service: Service) -> bytes:
-    """A large reply in slices, between which other requests of this loop get their turn."""
-    pieces = []
-    for piece in embeddings_body(request, result, service):
-        pieces.append(piece)
-        if result.count > ROWS_A_SLICE:
-            await asyncio.sleep(0)
-    return b"".join(pieces)
 
 
 def _check_announced_bytes(scope: Scope, limit: int) -> None:
@@ -163,7 +190,7 @@ def _check_announced_bytes(scope: Scope, limit: int) -> None:
         raise _too_large(size, limit)
 
 
-async def _read_body(receive: Receive, limit: int, hold: Callable[[int], None]) -> bytes:
+async def _read_body(receive: Receive, limit: int, hold: Hold) -> bytes:
     """Raises BodyTooLarge before more than `limit` bytes are held, and what `hold` raises of each chunk."""
     message = await receive()
     chunks = [_chunk(message, 0, limit)]
@@ -193,22 +220,19 @@ def _too_large(size: int, limit: int) -> BodyTooLarge:
     )
 
 
-async def _send(send: Send, status: int, body: bytes, *headers: tuple[bytes, bytes]) -> None:
-    """Returns when the transport has room again: uvicorn waits for that before a message, so the last one is empty."""
+async def _send(send: Send, status: int, body: bytes, *headers: Header) -> None:
     await send(_response_start(status, body, *headers))
-    await send({"type": "http.response.body", "body": body, "more_body": len(body) > LARGE_REPLY_BYTES})
-    if len(body) > LARGE_REPLY_BYTES:
-        await send({"type": "http.response.body", "body": b""})
+    await send({"type": "http.response.body", "body": body})
 
 
-def _response_start(status: int, body: bytes, *headers: tuple[bytes, bytes]) -> Message:
+def _response_start(status: int, body: bytes, *headers: Header) -> Message:
     fixed = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     return {"type": "http.response.start", "status": status, "headers": fixed + list(headers)}
 
 
 async def _send_error(error: EmbedserveError, receive: Receive, send: Send) -> None:
     body = orjson.dumps(error_body(error))
-    headers = _retry_header(error)
+    headers = _retry_headers(error)
     if not isinstance(error, BodyTooLarge):
         await _send(send, error.http_status, body, *headers)
         return
@@ -230,7 +254,7 @@ async def _discard_body(receive: Receive) -> None:
             return
 
 
-def _retry_header(error: EmbedserveError) -> list[tuple[bytes, bytes]]:
+def _retry_headers(error: EmbedserveError) -> list[Header]:
     """Whole seconds, rounded up, as RFC 9110 has it; and milliseconds, which OpenAI's clients read first."""
     if not isinstance(error, Overloaded):
         return []
@@ -238,7 +262,7 @@ def _retry_header(error: EmbedserveError) -> list[tuple[bytes, bytes]]:
     return [(b"retry-after", str(seconds).encode()), (b"retry-after-ms", str(milliseconds).encode())]
 
 
-def _timing_header(result: EmbedResult) -> tuple[bytes, bytes]:
+def _timing_header(result: EmbedResult) -> Header:
     """Server-Timing, as browsers and load tools read it; milliseconds."""
     times = result.times
     value = (

@@ -9,19 +9,23 @@ import asyncio
 import contextlib
 import math
 import socket
+from collections import deque
 from collections.abc import Iterator
+from typing import Any
 
 import orjson
 import uvicorn
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from embedserve.errors import InvalidInput
-from embedserve.frontend.http import make_app
+from embedserve.frontend.http import TRANSPORT, make_app
 from embedserve.frontend.openai import error_body
 from embedserve.frontend.service import Service
 
 LISTEN_BACKLOG = 2048
 UNREAD_S = 60.0  # a client that takes nothing of its reply for so long is cut off
+MAX_PIPELINED = 64  # requests that wait behind another on their connection; what is beyond is not read yet
 KEEP_ALIVE_S = 75
 
 
@@ -67,9 +71,17 @@ class HttpServer(uvicorn.Server):
 
 
 class _Protocol(HttpToolsProtocol):
-    """uvicorn's, with our error body for what is not HTTP at all, and an end to waiting for who does not read."""
+    """uvicorn's, with an end to waiting for who does not read, and our error body for what is not HTTP at all."""
 
     _giving_up: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+        super().connection_made(transport)
+        self.flow = _Flow(transport, self.pipeline)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["state"][TRANSPORT] = self.transport
 
     def pause_writing(self) -> None:
         """The reply is larger than what lies buffered on both sides."""
@@ -97,6 +109,18 @@ class _Protocol(HttpToolsProtocol):
             b"content-length: %d\r\n\r\n%b" % (len(body), body)
         )
         self.transport.close()
+
+
+class _Flow(FlowControl):
+    """uvicorn pauses reading while requests wait behind another, but resumes as soon as that one has its body."""
+
+    def __init__(self, transport: asyncio.Transport, pipeline: deque[Any]) -> None:
+        super().__init__(transport)
+        self._pipeline = pipeline
+
+    def resume_reading(self) -> None:
+        if len(self._pipeline) < MAX_PIPELINED:
+            super().resume_reading()
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -81,15 +81,16 @@ class Frontend:
             case EngineLost(incarnation):
                 if self._engine.incarnation == incarnation:
                     self._engine.disconnect()
+                    self._spawn(self._show_health())
             case Drain():
                 self._spawn(self._drain())
 
     async def _connect(self, message: UseEngine) -> None:
         await self._engine.connect(message.engine)
+        await self._show_health()
         if not self._started:
             self._started = True
             await self._grpc.start(self._spec.host, self._spec.grpc_port)
-            await self._grpc.show_health(self._service.not_ready() is None)
             self._spawn(self._http.serve([listen(self._spec.host, self._spec.http_port)]))
             await self._http.accepting.wait()
             self._serving = True
@@ -98,15 +99,20 @@ class Frontend:
 
     async def _watch_health(self) -> None:
         while True:
-            await self._grpc.show_health(self._service.not_ready() is None)
+            await self._show_health()
             await asyncio.sleep(HEALTH_INTERVAL_S)
+
+    async def _show_health(self) -> None:
+        await self._grpc.show_health(self._service.not_ready() is None)
 
     async def _drain(self) -> None:
         self._service.draining = True
         if self._serving:
             await self._grpc.show_health(False)
             # Then whoever still waits is told, while the servers wait a little longer.
-            asyncio.get_running_loop().call_later(self._spec.config.drain_s, self._engine.disconnect)
+            asyncio.get_running_loop().call_later(
+                self._spec.config.drain_s, self._engine.disconnect, "the server is shutting down"
+            )
             await asyncio.gather(self._http.stop(), self._grpc.stop(self._spec.config.drain_s + ANSWER_S))
         self._drained.set()
 

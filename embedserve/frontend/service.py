@@ -27,16 +27,22 @@ from embedserve.errors import (
     SpaceMismatch,
 )
 from embedserve.frontend.call import EmbedCall, EmbedResult, Times
-from embedserve.frontend.engine_client import EngineClient, EngineReply, EngineRequest
+from embedserve.frontend.engine_client import GUESSED_BYTES_PER_S, EngineClient, EngineReply, EngineRequest
+from embedserve.frontend.gate import Gate
 from embedserve.frontend.inputs import Inputs, Prepared
 from embedserve.frontend.tokenizer import Encoded
+from embedserve.frontend.unread import UnreadReplies
 from embedserve.messages import Lane
 from embedserve.model.card import ModelCard
 from embedserve_kernels.output_layout import OutputDtype, row_bytes
 
 MIN_BYTES_IN_FLIGHT = 256_000_000
+CHARS_A_TOKEN = 4  # of English; where a text has more tokens than that, the exact count is checked after
 
 T = TypeVar("T")
+
+
+Hold = Callable[[int], None]  # counts bytes against the first gate; raises Overloaded
 
 
 class Service:
@@ -46,8 +52,9 @@ class Service:
         self.config = config
         self.engine = engine
         self.draining = False
-        self._bytes_in_flight = 0
-        self._max_bytes_in_flight = max(MIN_BYTES_IN_FLIGHT, 4 * config.max_body_bytes)
+        max_bytes = max(MIN_BYTES_IN_FLIGHT, 4 * config.max_body_bytes)
+        self._bytes = Gate(max_bytes, guess_per_s=GUESSED_BYTES_PER_S)
+        self.unread = UnreadReplies(max_bytes)
         self._card: ModelCard | None = None
         self._inputs: Inputs | None = None
 
@@ -83,40 +90,46 @@ class Service:
         return None
 
     @contextmanager
-    def admit_bytes(self) -> Iterator[Callable[[int], None]]:
+    def admit_bytes(self) -> Iterator[Hold]:
         """The first gate, before decoding. Yields what counts bytes as they come, which raises Overloaded.
 
-        Not those that are only announced: callers who never send them would shut out everyone else.
+        Of the body, not those that are only announced: callers who never send them would shut out everyone else. The
+        vectors of the reply count too, from before they are made until the block ends.
         """
         held = 0
 
         def hold(nbytes: int) -> None:
             nonlocal held
-            if self._bytes_in_flight + nbytes > self._max_bytes_in_flight:
+            now = time.monotonic()
+            if not self._bytes.has_room(nbytes):
+                retry_after_s = self._bytes.retry_after_s(nbytes, now)
                 raise Overloaded(
-                    f"requests of {self._bytes_in_flight} bytes are in flight; this frontend holds "
-                    f"{self._max_bytes_in_flight}. Try again in {self.engine.drained_in_s:.2f} s.",
-                    retry_after_s=self.engine.drained_in_s,
+                    f"requests and replies of {self._bytes.held} bytes are in flight, {nbytes} came; this frontend "
+                    f"holds {self._bytes.limit}. Try again in {retry_after_s:.2f} s.",
+                    retry_after_s=retry_after_s,
                 )
-            self._bytes_in_flight += nbytes
+            self._bytes.enter(nbytes, now)
             held += nbytes
 
+        answered = False
         try:
             yield hold
+            answered = True
         finally:
-            self._bytes_in_flight -= held
+            self._bytes.leave(held, time.monotonic(), answered=answered)
 
-    async def embed(self, call: EmbedCall) -> EmbedResult:
-        """Raises a class of errors.py; cancelling the call frees its work."""
-        return await self._in_time(self._embed(call))
+    async def embed(self, call: EmbedCall, hold: Hold) -> EmbedResult:
+        """Raises a class of errors.py; cancelling the call frees its work. `hold` is that of its `admit_bytes`."""
+        return await self._in_time(self._embed(call, hold))
 
     async def tokenize(self, call: EmbedCall, *, add_special_tokens: bool, with_offsets: bool) -> Encoded:
         """What `embed` would run of these texts, whole however long they are. Raises a class of errors.py."""
         self._check(call)
         assert self._inputs is not None  # where there is a card
-        return await self._in_time(
-            self._inputs.tokenize(call, add_special_tokens=add_special_tokens, with_offsets=with_offsets)
-        )
+        with self.engine.reserved(_guess_tokens(call)):
+            return await self._in_time(
+                self._inputs.tokenize(call, add_special_tokens=add_special_tokens, with_offsets=with_offsets)
+            )
 
     async def _in_time(self, answer: Awaitable[T]) -> T:
         try:
@@ -126,17 +139,15 @@ class Service:
             raise RequestTimeout(
                 f"not answered within {self.config.request_timeout_s:g} s (--request-timeout-s)"
             ) from error
-        except asyncio.CancelledError:
-            metrics.CANCELLED.inc()
-            raise
 
-    async def _embed(self, call: EmbedCall) -> EmbedResult:
+    async def _embed(self, call: EmbedCall, hold: Hold) -> EmbedResult:
         started = time.monotonic()
         card = self.card
         dims = self._check(call)
         inputs = self._inputs
         assert inputs is not None  # where there is a card, and _check asked for it
-        prepared = await inputs.prepare(call)
+        with self.engine.reserved(_guess_tokens(call)):
+            prepared = await inputs.prepare(call)
         if self._inputs is not inputs:
             raise EngineUnavailable("the model was replaced meanwhile; send the request again")
         tokenized = time.monotonic()
@@ -146,6 +157,7 @@ class Service:
         times = Times(tokenize_ms=(tokenized - started) * 1000)
         if len(encoded.lengths):
             request = EngineRequest(encoded.ids, encoded.lengths, lane, dims, call.dtype, normalize)
+            hold(request.reply_bytes)
             reply = await self.engine.embed(request)
         else:
             reply = EngineReply(memoryview(b""), memoryview(b""), [], 0.0, 0.0, 0.0, 0.0)
@@ -187,6 +199,13 @@ class Service:
                 f"the model {name!r} is not served here; this server has {', '.join(map(repr, self.served_names))}.",
                 param="model",
             )
+
+
+def _guess_tokens(call: EmbedCall) -> int:
+    """What a request will take of the queue, told by its size."""
+    if call.texts is None:
+        return sum(map(len, call.token_ids or ()))
+    return sum(map(len, call.texts)) // CHARS_A_TOKEN + len(call.texts)
 
 
 def _shape(

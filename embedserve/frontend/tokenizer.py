@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
+from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
@@ -21,7 +23,8 @@ log = logging.getLogger(__name__)
 
 # Up to here the loop tokenizes by itself: cheaper than two thread switches, and too short to hold up anyone.
 INLINE_CHARS = 4_000
-# A text above this has a worker of its own, so that short ones do not queue behind it.
+# A request above this has a worker of its own, so that short ones do not queue behind it; and no call of either worker
+# has more, unless a single text has: a tenth of a second, after which callers who left are skipped.
 LONG_CHARS = 100_000
 
 
@@ -55,40 +58,28 @@ class Tokenizer:
         self._end = self.suffix.tolist() if end_once else []
         self._short = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
         self._long = ThreadPoolExecutor(1, thread_name_prefix="tokenize-long")
-        self._waiting: list[tuple[list[str], asyncio.Future[Encoded]]] = []
+        self._waiting: deque[tuple[list[str], asyncio.Future[Encoded]]] = deque()
         self._turns: asyncio.Task[None] | None = None
 
     async def encode(self, texts: list[str]) -> Encoded:
         """Takes any valid Unicode, which is all that the protocols let in. Raises ServerError should it fail."""
         loop = asyncio.get_running_loop()
         if sum(map(len, texts)) > LONG_CHARS:
-            return await self._encode_long(texts)
+            return await self._encode_sliced(texts)
         future: asyncio.Future[Encoded] = loop.create_future()
         self._waiting.append((texts, future))
         if self._turns is None or self._turns.done():
             self._turns = loop.create_task(self._run_turns())
         return await future
 
-    async def _encode_long(self, texts: list[str]) -> Encoded:
-        """In slices, so that a caller who leaves frees the worker with the one that runs (a text is never cut)."""
-        slices: list[list[str]] = [[]]
-        room = LONG_CHARS
-        for text in texts:
-            if slices[-1] and len(text) > room:
-                slices.append([])
-                room = LONG_CHARS
-            slices[-1].append(text)
-            room -= len(text)
-        encoded = [await self._encode_in(some, self._long) for some in slices]
-        return Encoded(*(np.concatenate([getattr(each, name) for each in encoded]) for name in ("ids", "lengths")))
-
     async def tokenize(self, texts: list[str], *, add_special_tokens: bool, with_offsets: bool) -> Encoded:
         """For those who want to see the tokens, special ones or not: never in one call with what waits to be embedded.
 
         Offsets of special tokens are 0, 0. Raises ServerError should it fail.
         """
-        worker = self._long if sum(map(len, texts)) > LONG_CHARS else self._short
-        return await self._encode_in(texts, worker, add_special_tokens, with_offsets)
+        if sum(map(len, texts)) > LONG_CHARS:
+            return await self._encode_sliced(texts, add_special_tokens, with_offsets)
+        return await self._encode_in(texts, self._short, add_special_tokens, with_offsets)
 
     def cut(self, ids: np.ndarray, limit: int, side: str) -> np.ndarray:
         """One input cut to `limit` tokens, its special tokens kept; `side` ("left" | "right") is where tokens go."""
@@ -119,17 +110,28 @@ class Tokenizer:
 
     async def _run_turns(self) -> None:
         """Encode all that wait, turn after turn: on the loop when that is quick, else on the worker."""
-        while self._waiting:
-            turn = [(texts, future) for texts, future in self._waiting if not future.done()]  # callers may have left
-            self._waiting = []
+        while turn := self._next_turn():
             try:
                 _deliver(await self._encode_in([text for texts, _ in turn for text in texts], self._short), turn)
             except ServerError:
                 await self._encode_apart(turn)
 
+    def _next_turn(self) -> list[tuple[list[str], asyncio.Future[Encoded]]]:
+        """Callers in the order they came, without those who left, up to about LONG_CHARS."""
+        turn: list[tuple[list[str], asyncio.Future[Encoded]]] = []
+        chars = 0
+        while self._waiting and chars <= LONG_CHARS:
+            texts, future = self._waiting.popleft()
+            if not future.done():
+                turn.append((texts, future))
+                chars += sum(map(len, texts))
+        return turn
+
     async def _encode_apart(self, turn: list[tuple[list[str], asyncio.Future[Encoded]]]) -> None:
         """After one text failed its whole turn: each caller alone, so that only his fails."""
         for texts, future in turn:
+            if future.done():
+                continue
             try:
                 encoded = await self._encode_in(texts, self._short)
             except ServerError as error:
@@ -137,6 +139,22 @@ class Tokenizer:
                     future.set_exception(error)
             else:
                 _deliver(encoded, [(texts, future)])
+
+    async def _encode_sliced(
+        self, texts: list[str], add_special_tokens: bool = True, with_offsets: bool = False
+    ) -> Encoded:
+        """On the worker for long requests, a slice at a time, so that others of its kind get their turns in between.
+
+        Should the caller leave, a slice that waits for the worker is taken back and no other follows. The one that
+        runs cannot be stopped, which is why a single text, however long, holds only this worker.
+        """
+        slices = [await self._encode_in(some, self._long, add_special_tokens, with_offsets) for some in _slices(texts)]
+        offsets = [encoded.offsets for encoded in slices if encoded.offsets is not None]
+        return Encoded(
+            np.concatenate([encoded.ids for encoded in slices]),
+            np.concatenate([encoded.lengths for encoded in slices]),
+            np.concatenate(offsets) if with_offsets else None,
+        )
 
     async def _encode_in(
         self,
@@ -178,6 +196,17 @@ class Tokenizer:
         while end and ids[-2 * len(end) :] == end + end:
             ids = ids[: -len(end)]
         return ids
+
+
+def _slices(texts: list[str]) -> Iterator[list[str]]:
+    """Of LONG_CHARS each, or one text that is longer."""
+    start = chars = 0
+    for index, text in enumerate(texts):
+        if index > start and chars + len(text) > LONG_CHARS:
+            yield texts[start:index]
+            start, chars = index, 0
+        chars += len(text)
+    yield texts[start:]
 
 
 def _as_numpy(values: array[int]) -> np.ndarray:

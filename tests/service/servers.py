@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,6 +136,20 @@ class Socket:
         for piece in pieces:
             self._socket.sendall(piece)
         return self
+
+    def send_while_taken(self, message: bytes, seconds: float) -> int:
+        """Again and again for so long, without reading; how many bytes the other end took."""
+        deadline, sent, left = time.monotonic() + seconds, 0, b""
+        self._socket.setblocking(False)
+        while time.monotonic() < deadline:
+            left = left or message
+            try:
+                taken = self._socket.send(left)
+            except BlockingIOError:
+                time.sleep(0.01)
+            else:
+                sent, left = sent + taken, left[taken:]
+        return sent
 
     def end_sending(self) -> Socket:
         self._socket.shutdown(socket.SHUT_WR)

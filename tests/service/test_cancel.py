@@ -5,11 +5,23 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import grpc
 import pytest
 from loads import LONG_TEXT, metric, steady_load, wait_until
-from servers import ANY_SIZE, EMBED_METHOD, OWN_CONNECTION, Embed, Server, Socket, http_message, start_server
+from servers import (
+    ANY_SIZE,
+    EMBED_METHOD,
+    OWN_CONNECTION,
+    Embed,
+    Server,
+    Socket,
+    connections_to_each_frontend,
+    http_head,
+    http_message,
+    start_server,
+)
 
 from embedserve.v1 import embedding_pb2 as pb
 
@@ -45,7 +57,13 @@ def leave_by_grpc_cancel(server: Server, embed: Embed) -> Callable[[], object]:
     return embed.start(texts=BULK).cancel
 
 
-@pytest.mark.parametrize("start", [leave_by_http, leave_by_grpc_cancel])
+def leave_by_stream_cancel(server: Server, embed: Embed) -> Callable[[], object]:
+    channel = grpc.insecure_channel(server.grpc_target, options=ANY_SIZE + OWN_CONNECTION)
+    message = pb.EmbedRequest(texts=BULK).SerializeToString()
+    return channel.stream_stream("/embedserve.v1.Embedding/EmbedStream")(iter([message])).cancel
+
+
+@pytest.mark.parametrize("start", [leave_by_http, leave_by_grpc_cancel, leave_by_stream_cancel])
 def test_queued_work_of_a_caller_who_leaves_is_freed(server: Server, embed: Embed, start: Callable) -> None:
     cancelled = metric(server, "embedserve_cancelled_total")
     with steady_load(server, callers=1) as load:
@@ -83,6 +101,33 @@ def test_caller_who_leaves_while_he_is_tokenized_never_reaches_the_queue(server:
         time.sleep(0.02)
 
 
+def test_caller_who_leaves_while_he_is_tokenized_frees_the_worker(server: Server) -> None:
+    """10 MB would keep it for ten seconds, and everyone whose texts are long waits for the same worker."""
+    given_up = metric(server, "embedserve_requests_total", 'code="499"')
+    body = http_message(json.dumps({"input": [LONG_TEXT * 5] * 2000, "truncate": "right"}).encode())
+    with steady_load(server, callers=1) as load, connections_to_each_frontend(server) as leaving, ExitStack() as stack:
+        for connection in leaving:
+            connection.send(body)
+        others = [stack.enter_context(Socket(server)) for _ in range(4)]  # of both frontends, most likely
+        time.sleep(0.3)
+        for connection in leaving:
+            connection.reset()
+        left = time.monotonic()
+        for other in others:
+            other.send(http_message(json.dumps({"input": [LONG_TEXT * 25] * 5, "truncate": "right"}).encode()))
+        assert {other.read_reply().status for other in others} == {200}
+        print(f"the others' long texts were answered {time.monotonic() - left:.2f} s after")
+        assert time.monotonic() - left < 5
+    assert set(load.answers) == {"http good", "grpc good"}
+    assert metric(server, "embedserve_requests_total", 'code="499"') == given_up + 2
+
+
+def test_caller_who_leaves_while_sending_is_counted(server: Server) -> None:
+    cancelled = metric(server, "embedserve_cancelled_total")
+    Socket(server).send(http_head("Content-Length: 1000"), b'{"input": "x').reset()
+    wait_until(lambda: metric(server, "embedserve_cancelled_total") == cancelled + 1, 5)
+
+
 def test_request_timeout_frees_what_waits() -> None:
     with start_server("--request-timeout-s", "1") as server, Socket(server) as socket:
         socket.send(bulk_message())
@@ -104,7 +149,8 @@ def test_100_000_cancels_in_a_minute_move_nobody_else(server: Server) -> None:
 
 def flood_of_cancels(server: Server, *, seconds: int, a_second: int) -> int:
     """Calls that are cancelled 10 ms after they began, beside a steady load; how many."""
-    before = metric(server, "embedserve_cancelled_total")
+    before, requests_before = metric(server, "embedserve_cancelled_total"), given_up(server)
+    memory = resident_bytes(server)
     message = pb.EmbedRequest(texts=[LONG_TEXT] * 4).SerializeToString()
     with grpc.insecure_channel(server.grpc_target, options=ANY_SIZE + OWN_CONNECTION) as channel:
         method = channel.unary_unary(EMBED_METHOD)
@@ -124,4 +170,18 @@ def flood_of_cancels(server: Server, *, seconds: int, a_second: int) -> int:
     print(f"{sent} cancels in {seconds} s; the load's {load.good} answers took {load.slowest_s * 1000:.0f} ms at most")
     counted = metric(server, "embedserve_cancelled_total") - before
     assert counted <= sent  # one that was cancelled before it was sent never came
+    assert counted == given_up(server) - requests_before
+    assert metric(server, "embedserve_saturation") == 0  # no frontend waits for anything
+    grown = [now - before for now, before in zip(resident_bytes(server), memory, strict=True)]
+    print(f"{counted:.0f} of them reached the server; its processes grew by {[size >> 20 for size in grown]} MiB")
+    assert max(grown) < 100 << 20
     return sent
+
+
+def given_up(server: Server) -> float:
+    codes = ('code="499"', 'code="CANCELLED"')
+    return sum(metric(server, "embedserve_requests_total", code) for code in codes)
+
+
+def resident_bytes(server: Server) -> list[int]:
+    return [child.memory_info().rss for child in server.children("embedserve: ")]

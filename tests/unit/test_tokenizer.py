@@ -73,6 +73,63 @@ def test_caller_who_left_takes_nobody_with_him(tokenizer: Tokenizer) -> None:
     assert ids_of(asyncio.run(one_leaves())) == [[CLS, HELLO, WORLD, SEP]]
 
 
+def test_long_list_gets_its_own_ids_slice_by_slice(
+    tokenizer: Tokenizer, reference: tokenizers.Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [f"number {i} " * 2000 for i in range(20)]
+    assert sum(map(len, texts)) > 3 * LONG_CHARS
+    calls = sizes_of_calls(tokenizer, monkeypatch)
+    assert ids_of(asyncio.run(tokenizer.encode(texts))) == [encoding.ids for encoding in reference.encode_batch(texts)]
+    assert max(calls) <= LONG_CHARS
+    assert sum(calls) == sum(map(len, texts))
+
+
+def test_no_more_slices_are_made_of_a_caller_who_left(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = sizes_of_calls(tokenizer, monkeypatch)
+
+    async def leaves_at_once() -> Encoded:
+        leaving = asyncio.ensure_future(tokenizer.encode(["lorem ipsum " * 8000] * 50))
+        await asyncio.sleep(0.01)
+        leaving.cancel()
+        return await tokenizer.encode(["hello " * (1 + LONG_CHARS // 6)])  # on the same worker
+
+    assert len(asyncio.run(leaves_at_once()).ids) > 10_000
+    assert len(calls) <= 3  # the one that ran, and the other's
+
+
+def test_turn_is_bounded_so_that_those_who_leave_meanwhile_are_skipped(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = sizes_of_calls(tokenizer, monkeypatch)
+    text = "lorem ipsum " * 4000  # two make a turn, nearly
+
+    async def most_leave() -> list[Encoded]:
+        first = asyncio.ensure_future(tokenizer.encode([text]))
+        await asyncio.sleep(0)
+        others = [asyncio.ensure_future(tokenizer.encode([text])) for _ in range(40)]
+        await asyncio.sleep(0)
+        for other in others[1:]:
+            other.cancel()
+        return [await first, await others[0]]
+
+    first, second = asyncio.run(most_leave())
+    assert first.ids.tolist() == second.ids.tolist()
+    assert sum(calls) <= 4 * len(text)
+
+
+def sizes_of_calls(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Characters of each call of the library from now on."""
+    calls: list[int] = []
+    encode = tokenizer._encode
+
+    def recorded(texts: list[str], *options: bool) -> Encoded:
+        calls.append(sum(map(len, texts)))
+        return encode(texts, *options)
+
+    monkeypatch.setattr(tokenizer, "_encode", recorded)
+    return calls
+
+
 @pytest.fixture
 def panicking(tmp_path: Path) -> Tokenizer:
     """A tokenizer that raises on every word but "a": the token for unknown ones is not in its vocabulary."""

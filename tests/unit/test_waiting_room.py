@@ -190,6 +190,12 @@ def test_cancel_counts_only_what_still_waited(room: Room) -> None:
     assert room.cancel_frontend("a") == 0
 
 
+def test_what_a_lost_frontend_had_sent_is_not_let_in_any_more(room: Room) -> None:
+    room.cancel_frontend("a")
+    assert room.add([make_request(1, [10]), make_request(2, [10], frontend="b")]) == []
+    assert ids_of(room.take(Lane.QUERY, 100)) == [2]
+
+
 def test_flood_of_cancels_does_not_wake_the_sleeper(room: Room) -> None:
     taken = asleep(room)
     for id in range(2000):
