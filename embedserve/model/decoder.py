@@ -16,12 +16,15 @@ from embedserve_kernels.linear import LinearWeight, linear, prepare_linear
 from embedserve_kernels.qk_norm_rope import qk_norm_rope, rotations
 from embedserve_kernels.rms_norm_residual import rms_norm_residual
 from embedserve_kernels.silu_mul import silu_mul
-from embedserve_kernels.varlen_attention import EqualLengths, varlen_attention
+from embedserve_kernels.varlen_attention import EqualLengths, attention_kernels, varlen_attention
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-_DEFAULT_ROPE_THETA = 10_000.0  # what transformers takes where a Qwen3's config names none; the published ones name 1e6
+# What transformers takes where a Qwen3's config names none; the published ones name both, and 1e6 for theta.
+_DEFAULT_ROPE_THETA = 10_000.0
+_DEFAULT_HEAD_DIM = 128
+_SUPPORTED = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False, "is_causal": True}
 
 
 @dataclass(frozen=True)
@@ -41,27 +44,29 @@ class Qwen3Config:
     @classmethod
     def from_json(cls, config: Mapping[str, Any]) -> Qwen3Config:
         """Raises NotNative for a variant of Qwen3 that the forward below would get wrong."""
-        for key, supported in (("hidden_act", "silu"), ("attention_bias", False), ("use_sliding_window", False)):
+        for key, supported in _SUPPORTED.items():
             if config.get(key, supported) != supported:
                 raise NotNative(f"config.json: {key} is {config[key]!r}; supported: {supported!r}.")
         kinds = set(config.get("layer_types") or ()) - {"full_attention"}
         if kinds:
             raise NotNative(f"config.json: layer_types has {', '.join(sorted(kinds))}; supported: full_attention.")
         try:
-            hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+            heads = int(config["num_attention_heads"])
             qwen3 = cls(
                 vocab_size=int(config["vocab_size"]),
-                hidden=hidden,
+                hidden=int(config["hidden_size"]),
                 intermediate=int(config["intermediate_size"]),
                 layers=int(config["num_hidden_layers"]),
                 heads=heads,
                 kv_heads=int(config["num_key_value_heads"]),
-                head_dim=int(config.get("head_dim") or hidden // heads),
+                head_dim=int(config.get("head_dim") or _DEFAULT_HEAD_DIM),
                 rope_theta=_rope_theta(config),
                 rms_norm_eps=float(config["rms_norm_eps"]),
             )
         except KeyError as error:
             raise StartError(f"config.json has no {error}; a Qwen3's config names it.") from None
+        if qwen3.head_dim % 2:
+            raise StartError(f"config.json: head_dim is {qwen3.head_dim}; it must be even, for RoPE turns halves.")
         if heads % qwen3.kv_heads:
             raise StartError(
                 f"config.json: num_key_value_heads {qwen3.kv_heads} does not divide num_attention_heads {heads}."
@@ -70,8 +75,10 @@ class Qwen3Config:
 
 
 def _rope_theta(config: Mapping[str, Any]) -> float:
-    """Newer configs keep it in rope_parameters, older ones beside rope_scaling."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    """Newer configs keep it in rope_parameters, older ones beside rope_scaling, which wins, as in transformers."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise NotNative(f"config.json: RoPE differs among {', '.join(rope)}; supported: one for all layers.")
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind != "default":
         raise NotNative(f"config.json: the type of RoPE is {kind!r}; supported: default.")
@@ -104,8 +111,8 @@ class Qwen3Decoder:
 
     @property
     def attention_kernels(self) -> str:
-        """Which body of it runs: there is none but torch's that is causal."""
-        return "torch"
+        """Which body of it runs here, "cpp" or "torch"."""
+        return attention_kernels(self._words.dtype, self.config.head_dim)
 
     @staticmethod
     def tensor_shapes(config: Qwen3Config) -> dict[str, tuple[int, ...]]:

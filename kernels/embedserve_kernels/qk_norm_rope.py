@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+_CPU_BLOCK_TOKENS = 256  # what is float32 in between stays in the cache
+
 
 class Rotations(NamedTuple):
     """Of each token's position: float32 [total_tokens, head_dim / 2] each. One for all layers of a forward."""
@@ -33,11 +35,13 @@ def qk_norm_rope(qkv: torch.Tensor, weight: torch.Tensor, turns: Rotations, eps:
     heads, head_dim = weight.shape
     assert turns.cos.shape == turns.sin.shape == (len(qkv), head_dim // 2), (turns.cos.shape, qkv.shape)
     assert weight.dtype == turns.cos.dtype == torch.float32, (weight.dtype, turns.cos.dtype)
+    block = _CPU_BLOCK_TOKENS if qkv.device.type == "cpu" else len(qkv)
     queries_and_keys = qkv[:, : heads * head_dim].view(len(qkv), heads, head_dim)
-    x = queries_and_keys.float()
-    x = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps) * weight
-    first, second = x.chunk(2, dim=-1)
-    cos, sin = turns.cos.unsqueeze(1), turns.sin.unsqueeze(1)
-    queries_and_keys[..., : head_dim // 2] = first * cos - second * sin
-    queries_and_keys[..., head_dim // 2 :] = second * cos + first * sin
+    by_token = queries_and_keys, turns.cos.unsqueeze(1), turns.sin.unsqueeze(1)
+    for part, cos, sin in zip(*(torch.split(each, block) for each in by_token), strict=True):
+        x = part.to(torch.float32, copy=True)
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        first, second = x.mul_(norm.square_().div_(head_dim).add_(eps).rsqrt_()).mul_(weight).chunk(2, dim=-1)
+        part[..., : head_dim // 2] = (first * cos).sub_(second * sin)
+        part[..., head_dim // 2 :] = (second * cos).add_(first * sin)
     return qkv

@@ -6,7 +6,6 @@ Knows rows of hidden states, not which layer they come from.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 
 
 def rms_norm_residual(
@@ -21,4 +20,8 @@ def rms_norm_residual(
     if x is not None:
         assert x.shape == residual.shape, (x.shape, residual.shape)
         residual.add_(x)
-    return F.rms_norm(residual, weight.shape, weight, eps).to(dtype)
+    assert weight.shape == residual.shape[-1:], (weight.shape, residual.shape)
+    # the squares are summed in one pass, without the copies of them that torch's own rms_norm makes on a CPU
+    norm = torch.linalg.vector_norm(residual, dim=-1, keepdim=True)
+    normed: torch.Tensor = residual * norm.square_().div_(len(weight)).add_(eps).rsqrt_()
+    return normed.mul_(weight).to(dtype)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _CPP_DTYPES = (torch.float32, torch.bfloat16)
 _CPP_HEAD_DIM = 256
+_FLOAT32_LENGTH = 512
 CPP_BODIES = {"fastest": 0, "portable": 1, "avx2": 2, "avx512": 3}  # as in cpp/varlen_attention.cpp
 
 
@@ -46,28 +47,22 @@ def group_equal_lengths(lengths: np.ndarray) -> list[EqualLengths]:
 def varlen_attention(
     qkv: torch.Tensor, heads: int, groups: list[EqualLengths], *, kv_heads: int | None = None, causal: bool = False
 ) -> torch.Tensor:
-    """qkv [total_tokens, (heads + 2 * kv_heads) * head_dim] (queries, keys, values; heads within each)
-    -> [total_tokens, heads * head_dim].
+    """qkv [total_tokens, (heads + 2 * kv_heads) * head_dim] -> [total_tokens, heads * head_dim].
 
-    kv_heads: of keys and values, each shared by heads / kv_heads neighbouring queries' heads; None is one each.
-    Scaled by head_dim ** -0.5; causal: a token attends to itself and those before. Softmax and sums are in float32.
-    Tokens behind the last sequence belong to none and become zero.
+    A token's queries, keys and values lie in this order, heads within each. Without kv_heads there are as many as
+    heads; with fewer, each is shared by heads / kv_heads consecutive ones (https://arxiv.org/abs/2305.13245). Causal:
+    a token attends to itself and those before it in its sequence. Scaled by head_dim ** -0.5. Softmax and sums are in
+    float32. Tokens behind the last sequence belong to none and become zero.
     """
-    kv_heads = kv_heads or heads
-    total_tokens, width = qkv.shape
-    assert heads % kv_heads == 0, (heads, kv_heads)
-    assert width % (heads + 2 * kv_heads) == 0, (width, heads, kv_heads)
-    assert total_tokens >= _end(groups), (total_tokens, groups[-1])
-    head_dim = width // (heads + 2 * kv_heads)
-    suits_cpp = not causal and kv_heads == heads and qkv.device.type == "cpu" and qkv.is_contiguous()
-    if suits_cpp and attention_kernels(qkv.dtype, head_dim) == "cpp":
-        return varlen_attention_cpp(qkv, heads, groups)
+    head_dim = _head_dim(qkv, heads, kv_heads or heads)
+    assert len(qkv) >= _end(groups), (len(qkv), groups[-1])
+    if qkv.device.type == "cpu" and qkv.is_contiguous() and attention_kernels(qkv.dtype, head_dim) == "cpp":
+        return varlen_attention_cpp(qkv, heads, groups, kv_heads=kv_heads, causal=causal)
     return varlen_attention_reference(qkv, heads, groups, kv_heads=kv_heads, causal=causal)
 
 
 def attention_kernels(dtype: torch.dtype, head_dim: int) -> str:
-    """The body that a CPU runs in this dtype for equal heads and not causal, "cpp" or "torch". The first call may
-    compile.
+    """The body that a CPU runs in this dtype, "cpp" or "torch". The first call may compile.
 
     Measured on one core, 12 heads of 32: with AVX-512 the C++ body takes 0.2 of torch's time at lengths of 6 to 24 and
     0.3 to 0.4 at 40 to 8192; with AVX2, both held to it, 0.3 at 6 to 24 and 0.8 at 256 and 512. AMX is not measured.
@@ -80,16 +75,23 @@ def attention_kernels(dtype: torch.dtype, head_dim: int) -> str:
 
 
 def varlen_attention_cpp(
-    qkv: torch.Tensor, heads: int, groups: list[EqualLengths], body: str = "fastest"
+    qkv: torch.Tensor,
+    heads: int,
+    groups: list[EqualLengths],
+    body: str = "fastest",
+    *,
+    kv_heads: int | None = None,
+    causal: bool = False,
 ) -> torch.Tensor:
     """On the calling thread alone. Raises NotImplementedError where this machine lacks the body."""
-    total_tokens, width = qkv.shape
+    kv_heads = kv_heads or heads
+    head_dim = _head_dim(qkv, heads, kv_heads)
+    total_tokens = len(qkv)
     assert qkv.device.type == "cpu", qkv.device
     assert qkv.is_contiguous(), qkv.stride()
     assert qkv.dtype in _CPP_DTYPES, qkv.dtype
-    assert width % (3 * heads) == 0, (width, heads)
     assert total_tokens >= _end(groups), (total_tokens, groups[-1])
-    out = qkv.new_empty(total_tokens, width // 3)
+    out = qkv.new_empty(total_tokens, heads * head_dim)
     table = array("q", chain.from_iterable(groups))
     attend = _cpp_function()
     assert attend is not None
@@ -101,7 +103,9 @@ def varlen_attention_cpp(
         table.buffer_info()[0],
         len(groups),
         heads,
-        width // (3 * heads),
+        kv_heads,
+        head_dim,
+        causal,
         CPP_BODIES[body],
     )
     if failed == 1:
@@ -115,18 +119,23 @@ def varlen_attention_reference(
     qkv: torch.Tensor, heads: int, groups: list[EqualLengths], *, kv_heads: int | None = None, causal: bool = False
 ) -> torch.Tensor:
     kv_heads = kv_heads or heads
-    head_dim = qkv.shape[1] // (heads + 2 * kv_heads)
+    head_dim = _head_dim(qkv, heads, kv_heads)
     out = qkv.new_empty(len(qkv), heads * head_dim)
     out[_end(groups) :] = 0
-    dtype = _torch_dtype(qkv)
     for group in groups:
         part = slice(group.start, group.start + group.rows * group.length)
-        packed = qkv[part].to(dtype).view(group.rows, group.length, heads + 2 * kv_heads, head_dim).transpose(1, 2)
-        q, k, v = torch.split(packed, [heads, kv_heads, kv_heads], dim=1)
-        # [rows, heads, length, head_dim], laid out as below
+        packed = qkv[part].to(_torch_dtype(qkv, group.length)).view(group.rows, group.length, -1, head_dim)
+        # each [rows, its heads, length, head_dim]
+        q, k, v = torch.split(packed.transpose(1, 2), [heads, kv_heads, kv_heads], dim=1)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=kv_heads != heads)
         out[part].view(group.rows, group.length, heads, -1).copy_(attended.transpose(1, 2))
     return out
+
+
+def _head_dim(qkv: torch.Tensor, heads: int, kv_heads: int) -> int:
+    assert heads % kv_heads == 0, (heads, kv_heads)
+    assert qkv.shape[1] % (heads + 2 * kv_heads) == 0, (qkv.shape, heads, kv_heads)
+    return int(qkv.shape[1]) // (heads + 2 * kv_heads)
 
 
 def _end(groups: list[EqualLengths]) -> int:
@@ -141,7 +150,7 @@ def _cpp_function() -> Callable[..., int] | None:
         return None
     function = library.varlen_attention
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
-    function.argtypes = [pointer, pointer, integer, integer, pointer, integer, integer, integer, integer]
+    function.argtypes = [pointer, pointer, integer, integer, pointer, *[integer] * 6]
     function.restype = ctypes.c_int32
     return function
 
@@ -151,9 +160,10 @@ def _has_amx() -> bool:
     return torch.cpu._is_amx_tile_supported()
 
 
-def _torch_dtype(qkv: torch.Tensor) -> torch.dtype:
+def _torch_dtype(qkv: torch.Tensor, length: int) -> torch.dtype:
     """The fastest to compute in, both conversions included. Measured on AVX512-BF16 without AMX, float32 takes 0.65
-    of bfloat16's time at lengths of 6 to 26 and 0.9 at 64 to 256."""
-    if qkv.device.type == "cpu" and not _has_amx():
+    of bfloat16's time at lengths of 6 to 26 and 0.9 at 64 to 256. Longer ones stay as they are: a copy in float32 is
+    twice the size."""
+    if qkv.device.type == "cpu" and not _has_amx() and length <= _FLOAT32_LENGTH:
         return torch.float32
     return qkv.dtype

@@ -38,12 +38,13 @@ SANITIZER_DRIVER = """
 int main() {
     for (int64_t body = PORTABLE; body <= AVX512; ++body)
         for (int64_t head_dim : {8, 32, 40, 80})
-            for (int64_t bfloat16 = 0; bfloat16 < 2; ++bfloat16) {
+            for (int64_t kind = 0; kind < 4; ++kind) {
+                const int64_t bfloat16 = kind % 2, causal = kind / 2, heads = 2, kv_heads = causal ? 1 : 2;
                 const std::vector<int64_t> groups{0, 3, 1, 3, 2, 7, 17, 1, 16, 33, 1, 33, 66, 1, 65};
-                const int64_t total = 66 + 65 + 5, hidden = 2 * head_dim;
-                std::vector<uint16_t> qkv(total * 3 * hidden * (2 - bfloat16), 0x3F01), out(qkv.size() / 3);
-                const int32_t failed = varlen_attention(qkv.data(), out.data(), bfloat16, total, groups.data(), 5, 2,
-                                                        head_dim, body);
+                const int64_t halves = (66 + 65 + 5) * head_dim * (2 - bfloat16);
+                std::vector<uint16_t> qkv(halves * (heads + 2 * kv_heads), 0x3F01), out(halves * heads);
+                const int32_t failed = varlen_attention(qkv.data(), out.data(), bfloat16, 66 + 65 + 5, groups.data(),
+                                                        5, heads, kv_heads, head_dim, causal, body);
                 if (failed > 1 || (body == PORTABLE && failed)) return 3;
             }
 }

@@ -89,6 +89,49 @@ def test_cpp_body_takes_the_longest_sequences(body):
     check(in_cpp(body), [2047, 2049], 1, 8, torch.float32, seed=9)
 
 
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (4, 2), (6, 1), (16, 8)])
+@pytest.mark.parametrize("lengths", [[1], [5] * 4, [600], EDGES], ids=str)
+def test_keys_are_shared_and_later_tokens_unseen(lengths, heads, kv_heads, causal, dtype):
+    for attend in (varlen_attention, varlen_attention_reference):
+        check(attend, lengths, heads, 16, dtype, seed=10, kv_heads=kv_heads, causal=causal)
+
+
+@pytest.mark.parametrize("body", BODIES)
+@given(
+    lengths=st.lists(st.integers(1, 70), min_size=1, max_size=10),
+    kv_heads=st.integers(1, 3),
+    sharing=st.integers(1, 4),
+    head_dim=st.sampled_from([8, 24, 32, 128]),
+    causal=st.booleans(),
+    dtype=st.sampled_from(CPP_DTYPES),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_cpp_body_shares_keys_and_sees_no_later_token(body, lengths, kv_heads, sharing, head_dim, causal, dtype, seed):
+    check(in_cpp(body), lengths, kv_heads * sharing, head_dim, dtype, seed, kv_heads=kv_heads, causal=causal)
+
+
+@pytest.mark.parametrize("dtype", CPP_DTYPES, ids=str)
+@pytest.mark.parametrize("body", BODIES)
+def test_cpp_body_is_causal_at_the_edges(body, dtype):
+    check(in_cpp(body), [*EDGES, 511, 512, 513], 4, 32, dtype, seed=11, kv_heads=2, causal=True)
+    for length in EDGES:
+        check(in_cpp(body), [length], 2, 32, dtype, seed=length, kv_heads=1, causal=True)
+
+
+@pytest.mark.parametrize("attend", [varlen_attention_reference, *BODIES], ids=str)
+def test_a_later_token_changes_nothing_before_it(attend):
+    attend = attend if callable(attend) else in_cpp(attend)
+    lengths = [20, 20, 40]  # two of one length: a batch of equals must stay causal
+    qkv, groups = random_qkv(lengths, 4, 32, torch.float32, seed=12, kv_heads=2)
+    before = attend(qkv, 4, groups, kv_heads=2, causal=True)
+    qkv[[19, 39, 79]] = 1e4
+    after = attend(qkv, 4, groups, kv_heads=2, causal=True)
+    changed = (after != before).any(dim=1).nonzero().flatten().tolist()
+    assert changed == [19, 39, 79]
+
+
 @pytest.mark.parametrize("dtype", CPP_DTYPES, ids=str)
 @pytest.mark.parametrize("body", BODIES)
 def test_cpp_body_rounds_as_torch_does(body, dtype):
@@ -225,49 +268,43 @@ def test_what_shares_the_batch_changes_nothing_but_rounding():
 
 
 def in_cpp(body):
-    return lambda qkv, heads, groups: varlen_attention_cpp(qkv, heads, groups, body)
+    return lambda qkv, heads, groups, **kind: varlen_attention_cpp(qkv, heads, groups, body, **kind)
 
 
-def random_qkv(lengths, heads, head_dim, dtype, seed):
+def random_qkv(lengths, heads, head_dim, dtype, seed, kv_heads=None):
     lengths = sorted(lengths)
-    qkv = torch.randn(sum(lengths), 3 * heads * head_dim, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    width = (heads + 2 * (kv_heads or heads)) * head_dim
+    qkv = torch.randn(sum(lengths), width, generator=torch.Generator().manual_seed(seed)).to(dtype)
     return qkv, group_equal_lengths(np.array(lengths))
 
 
-def check(attend, lengths: list[int], heads: int, head_dim: int, dtype: torch.dtype, seed: int) -> None:
-    qkv, groups = random_qkv(lengths, heads, head_dim, dtype, seed)
-    attended = attend(qkv, heads, groups)
+def check(
+    attend,
+    lengths: list[int],
+    heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    seed: int,
+    kv_heads: int | None = None,
+    causal: bool = False,
+) -> None:
+    """Three tokens that belong to no sequence lie behind the others."""
+    qkv, groups = random_qkv(lengths, heads, head_dim, dtype, seed, kv_heads)
+    tail = torch.full((3, qkv.shape[1]), torch.nan, dtype=dtype)
+    attended = attend(torch.cat([qkv, tail]), heads, groups, kv_heads=kv_heads, causal=causal)
     assert attended.dtype == dtype
-    expected = torch.cat([attend_one(tokens, heads) for tokens in qkv.double().split(sorted(lengths))])
-    torch.testing.assert_close(attended.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    assert (attended[len(qkv) :] == 0).all()
+    sequences = qkv.double().split(sorted(lengths))
+    expected = torch.cat([attend_one(tokens, heads, kv_heads or heads, causal) for tokens in sequences])
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(attended[: len(qkv)].double(), expected, rtol=tolerance, atol=tolerance)
 
 
-def attend_one(qkv: torch.Tensor, heads: int) -> torch.Tensor:
-    """[length, 3 * hidden] -> [length, hidden]"""
-    q, k, v = qkv.view(len(qkv), 3, heads, -1).permute(1, 2, 0, 3)
-    scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
-    return (F.softmax(scores, dim=-1) @ v).transpose(0, 1).reshape(len(qkv), -1)
-
-
-@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (4, 2), (6, 1)])
-@pytest.mark.parametrize("lengths", [[1], [5] * 4, [1, 2, 16, 17, 63, 65, 65]], ids=str)
-def test_causal_attention_sees_no_later_token_and_shares_keys(lengths, heads, kv_heads, dtype):
-    head_dim, tail = 16, 3
-    generator = torch.Generator().manual_seed(11)
-    qkv = torch.randn(sum(lengths) + tail, (heads + 2 * kv_heads) * head_dim, generator=generator).to(dtype)
-    qkv[sum(lengths) :] = torch.nan
-    out = varlen_attention(qkv, heads, group_equal_lengths(np.array(lengths)), kv_heads=kv_heads, causal=True)
-    assert (out[sum(lengths) :] == 0).all()
-    start = 0
-    for length in lengths:
-        part = qkv[start : start + length].double().view(length, -1, head_dim)
-        q, k, v = part.split([heads, kv_heads, kv_heads], dim=1)
-        for head in range(heads):
-            shared = head * kv_heads // heads
-            scores = q[:, head] @ k[:, shared].T / head_dim**0.5
-            later = torch.ones(length, length).triu(1).bool()
-            expected = scores.masked_fill(later, -torch.inf).softmax(dim=1) @ v[:, shared]
-            actual = out[start : start + length, head * head_dim : (head + 1) * head_dim].double()
-            torch.testing.assert_close(actual, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-        start += length
+def attend_one(qkv: torch.Tensor, heads: int, kv_heads: int, causal: bool) -> torch.Tensor:
+    """[length, (heads + 2 * kv_heads) * head_dim] -> [length, heads * head_dim]"""
+    q, k, v = qkv.view(len(qkv), heads + 2 * kv_heads, -1).transpose(0, 1).split([heads, kv_heads, kv_heads])
+    shared = [head * kv_heads // heads for head in range(heads)]
+    scores = q @ k[shared].transpose(-1, -2) / q.shape[-1] ** 0.5
+    if causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[1:], dtype=torch.bool).triu(1), -torch.inf)
+    return (F.softmax(scores, dim=-1) @ v[shared]).transpose(0, 1).reshape(len(qkv), -1)

@@ -18,9 +18,10 @@ int64_t round_up(int64_t count, int64_t step) { return (count + step - 1) / step
 
 template <class Element>
 struct Call {
-    const Element* qkv;  // [total_tokens, 3 * hidden]
-    Element* out;        // [total_tokens, hidden]
-    int64_t heads, head_dim;
+    const Element* qkv;  // [total_tokens, (heads + 2 * kv_heads) * head_dim]
+    Element* out;        // [total_tokens, heads * head_dim]
+    int64_t heads, kv_heads, head_dim;
+    bool causal;
     float* scratch;  // scratch_floats(longest, head_dim) of them
 };
 
@@ -75,14 +76,15 @@ bool supports(int64_t body) {
 
 template <class Element>
 int32_t run(const void* qkv, void* out, int64_t total_tokens, const int64_t* groups, int64_t group_count,
-            int64_t heads, int64_t head_dim, int64_t body) {
+            int64_t heads, int64_t kv_heads, int64_t head_dim, bool causal, int64_t body) {
     if (group_count == 0) return 0;
     const int64_t* last = groups + 3 * (group_count - 1);
     const int64_t longest = last[2];  // ascending
     const int64_t bytes = round_up(4 * scratch_floats(longest, head_dim), ALIGNMENT);
     float* scratch = static_cast<float*>(std::aligned_alloc(ALIGNMENT, static_cast<size_t>(bytes)));
     if (scratch == nullptr) return 2;
-    const Call<Element> call{static_cast<const Element*>(qkv), static_cast<Element*>(out), heads, head_dim, scratch};
+    const Call<Element> call{static_cast<const Element*>(qkv), static_cast<Element*>(out), heads, kv_heads, head_dim,
+                             causal, scratch};
     const auto attend = body == AVX512 ? avx512::attend<Element>
                         : body == AVX2 ? avx2::attend<Element>
                                        : portable::attend<Element>;
@@ -99,10 +101,10 @@ int32_t run(const void* qkv, void* out, int64_t total_tokens, const int64_t* gro
 // groups [group_count, 3]: first token, rows, length; in ascending order. Tokens behind the last group become zero.
 // -> 0; 1 when this machine lacks the body; 2 when there is no memory. body: 0 takes the fastest.
 extern "C" int32_t varlen_attention(const void* qkv, void* out, int64_t is_bfloat16, int64_t total_tokens,
-                                    const int64_t* groups, int64_t group_count, int64_t heads, int64_t head_dim,
-                                    int64_t body) {
+                                    const int64_t* groups, int64_t group_count, int64_t heads, int64_t kv_heads,
+                                    int64_t head_dim, int64_t causal, int64_t body) {
     if (body == FASTEST) body = supports(AVX512) ? AVX512 : supports(AVX2) ? AVX2 : PORTABLE;
     if (!supports(body)) return 1;
-    return is_bfloat16 ? run<Bfloat16>(qkv, out, total_tokens, groups, group_count, heads, head_dim, body)
-                       : run<float>(qkv, out, total_tokens, groups, group_count, heads, head_dim, body);
+    const auto attend = is_bfloat16 ? run<Bfloat16> : run<float>;
+    return attend(qkv, out, total_tokens, groups, group_count, heads, kv_heads, head_dim, causal != 0, body);
 }

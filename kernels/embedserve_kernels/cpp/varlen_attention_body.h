@@ -183,19 +183,20 @@ INLINE void multiply_rows(int64_t rows, const float* left, int64_t left_stride, 
         multiply_rows<ROWS - 1, VECTORS>(rows, left, left_stride, panel, depth, product, product_stride);
 }
 
-INLINE void multiply(int64_t rows, const float* left, int64_t left_stride, const float* panels, int64_t depth,
-                     int64_t columns, float* product, int64_t product_stride) {
+// Of panels [panel_depth, panel_columns] the first `depth` rows and, rounded up to a panel, the first `columns`.
+INLINE void multiply(int64_t rows, const float* left, int64_t left_stride, const float* panels, int64_t panel_depth,
+                     int64_t panel_columns, int64_t depth, int64_t columns, float* product, int64_t product_stride) {
     for (int64_t column = 0; column < columns; column += 2 * WIDTH) {
-        const float* panel = panels + column * depth;
-        if (columns - column > WIDTH)
+        const float* panel = panels + column * panel_depth;
+        if (panel_columns - column > WIDTH)
             multiply_rows<BLOCK_ROWS, 2>(rows, left, left_stride, panel, depth, product + column, product_stride);
         else
             multiply_rows<BLOCK_ROWS, 1>(rows, left, left_stride, panel, depth, product + column, product_stride);
     }
 }
 
-// scores [length, and room up to a whole vector] -> 2 ** (score - highest). -> their sum
-INLINE float exponentiate(float* scores, int64_t length) {
+// scores [seen, and room up to a whole vector] -> 2 ** (score - highest) of the first `length`, zeros behind. -> the sum
+INLINE float exponentiate(float* scores, int64_t length, int64_t seen) {
     const int64_t whole = (length - 1) / WIDTH * WIDTH;  // the last vector begins here
     const Floats rest = load(scores + whole);
     store(scores + whole, lanes() < (int32_t)(length - whole) ? rest : -INFINITY - Floats{});
@@ -211,12 +212,14 @@ INLINE float exponentiate(float* scores, int64_t length) {
         store(scores + i, power);
         sum += power;
     }
+    for (int64_t i = whole + WIDTH; i < seen; i += WIDTH) store(scores + i, Floats{});
     return sum_lanes(sum);
 }
 
 template <class Element>
 TARGET void attend(const Call<Element>& call, int64_t start, int64_t length) {
-    const int64_t dims = call.head_dim, hidden = call.heads * dims, stride = 3 * hidden;
+    const int64_t dims = call.head_dim, hidden = call.heads * dims, sharing = call.heads / call.kv_heads;
+    const int64_t stride = hidden + 2 * call.kv_heads * dims;
     const int64_t keys_width = round_up(length, WIDTH), dims_width = round_up(dims, WIDTH);
     float* keys = call.scratch;
     float* values = keys + keys_width * dims_width;
@@ -226,18 +229,23 @@ TARGET void attend(const Call<Element>& call, int64_t start, int64_t length) {
     const float scale = 1.44269504088896341f / sqrtf((float)dims);  // log2(e): the softmax is in powers of two
     for (int64_t head = 0; head < call.heads; ++head) {
         const Element* from = call.qkv + start * stride + head * dims;
-        pack_transposed(from + hidden, stride, length, dims, keys);
-        pack(from + 2 * hidden, stride, length, dims, values);
+        if (head % sharing == 0) {
+            const Element* shared = call.qkv + start * stride + hidden + head / sharing * dims;
+            pack_transposed(shared, stride, length, dims, keys);
+            pack(shared + call.kv_heads * dims, stride, length, dims, values);
+        }
         for (int64_t query = 0; query < length; query += BLOCK_ROWS) {
             const int64_t rows = length - query < BLOCK_ROWS ? length - query : BLOCK_ROWS;
+            const int64_t seen = call.causal ? query + rows : length;  // keys, by the last of these queries
             for (int64_t row = 0; row < rows; ++row)
                 for (int64_t dim = 0; dim < dims; dim += WIDTH)
                     store(queries + row * dims_width + dim,
                           load_part(from + (query + row) * stride + dim, dims - dim) * scale);
-            multiply(rows, queries, dims_width, keys, dims, length, scores, keys_width);
+            multiply(rows, queries, dims_width, keys, dims, length, dims, seen, scores, keys_width);
             float sums[BLOCK_ROWS];
-            for (int64_t row = 0; row < rows; ++row) sums[row] = exponentiate(scores + row * keys_width, length);
-            multiply(rows, scores, keys_width, values, length, dims, products, dims_width);
+            for (int64_t row = 0; row < rows; ++row)
+                sums[row] = exponentiate(scores + row * keys_width, call.causal ? query + row + 1 : length, seen);
+            multiply(rows, scores, keys_width, values, length, dims, seen, dims, products, dims_width);
             for (int64_t row = 0; row < rows; ++row) {
                 Element* out = call.out + (start + query + row) * hidden + head * dims;
                 for (int64_t dim = 0; dim < dims; dim += WIDTH)
