@@ -27,6 +27,8 @@ TYPED: dict[str, list[tuple[str, object]]] = {
     "frontends": [("3", 3), ("auto", None)],
     "device": [("cpu", "cpu"), ("auto", "auto")],
     "dtype": [("float32", "float32"), ("bfloat16", "bfloat16")],
+    "load_format": [("dummy", "dummy"), ("auto", "auto")],
+    "backend": [("native", "native"), ("sentence-transformers", "sentence-transformers")],
     "threads": [("2", 2), ("auto", None)],
     "forwards": [("2", 2), ("auto", None)],
     "served_model_name": [("one", ("one",)), ("two", ("two",))],

@@ -352,6 +352,7 @@ engines = st.builds(
     requests=names,
     replies=names,
     card=cards,
+    tokens_per_s=st.floats(0, 1e9),
 )
 controls: st.SearchStrategy[Control] = st.one_of(
     st.builds(Ready, engines),
