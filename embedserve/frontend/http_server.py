@@ -9,14 +9,13 @@ import asyncio
 import contextlib
 import math
 import socket
-from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
 import orjson
 import uvicorn
-from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from embedserve.errors import InvalidInput
 from embedserve.frontend.http import TRANSPORT, make_app
@@ -74,10 +73,11 @@ class _Protocol(HttpToolsProtocol):
     """uvicorn's, with an end to waiting for who does not read, and our error body for what is not HTTP at all."""
 
     _giving_up: asyncio.TimerHandle | None = None
+    _running: RequestResponseCycle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         super().connection_made(transport)
-        self.flow = _Flow(transport, self.pipeline)
+        self.flow = _Flow(self)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -95,6 +95,14 @@ class _Protocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_giving_up()
         super().connection_lost(exc)
+        if self._running is not None and not self._running.response_complete:
+            # uvicorn tells the request that came last; on a pipelining connection another one is being answered.
+            self._running.disconnected = True
+            self._running.message_event.set()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def _stop_giving_up(self) -> None:
         if self._giving_up is not None:
@@ -112,15 +120,24 @@ class _Protocol(HttpToolsProtocol):
 
 
 class _Flow(FlowControl):
-    """uvicorn pauses reading while requests wait behind another, but resumes as soon as that one has its body."""
+    """uvicorn reads no further while requests wait behind another, and so does not see that their client left; but
+    it does read further, however many wait, as soon as that one has its body. Here their number decides.
+    """
 
-    def __init__(self, transport: asyncio.Transport, pipeline: deque[Any]) -> None:
-        super().__init__(transport)
-        self._pipeline = pipeline
+    def __init__(self, protocol: _Protocol) -> None:
+        super().__init__(protocol.transport)
+        self._protocol = protocol
+
+    def pause_reading(self) -> None:
+        if self._many_wait() or len(self._protocol.cycle.body) > HIGH_WATER_LIMIT:
+            super().pause_reading()
 
     def resume_reading(self) -> None:
-        if len(self._pipeline) < MAX_PIPELINED:
+        if not self._many_wait():
             super().resume_reading()
+
+    def _many_wait(self) -> bool:
+        return len(self._protocol.pipeline) >= MAX_PIPELINED
 
 
 def listen(host: str, port: int) -> socket.socket:

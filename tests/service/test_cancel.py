@@ -53,6 +53,10 @@ def leave_by_http(server: Server, embed: Embed) -> Callable[[], object]:
     return Socket(server).send(bulk_message()).reset
 
 
+def leave_by_http_with_another_request_behind(server: Server, embed: Embed) -> Callable[[], object]:
+    return Socket(server).send(bulk_message(), http_message(b'{"input": "behind"}')).reset
+
+
 def leave_by_grpc_cancel(server: Server, embed: Embed) -> Callable[[], object]:
     return embed.start(texts=BULK).cancel
 
@@ -63,7 +67,10 @@ def leave_by_stream_cancel(server: Server, embed: Embed) -> Callable[[], object]
     return channel.stream_stream("/embedserve.v1.Embedding/EmbedStream")(iter([message])).cancel
 
 
-@pytest.mark.parametrize("start", [leave_by_http, leave_by_grpc_cancel, leave_by_stream_cancel])
+@pytest.mark.parametrize(
+    "start",
+    [leave_by_http, leave_by_http_with_another_request_behind, leave_by_grpc_cancel, leave_by_stream_cancel],
+)
 def test_queued_work_of_a_caller_who_leaves_is_freed(server: Server, embed: Embed, start: Callable) -> None:
     cancelled = metric(server, "embedserve_cancelled_total")
     with steady_load(server, callers=1) as load:
