@@ -1,8 +1,8 @@
 """EngineLoop: takes a batch of its lane from the waiting room, runs its forward pass, hands it to the outbox.
 
 It touches no socket and no per-request protocol object. On a CPU several of them run side by side, some for queries
-and as many for bulk. Bulk's have a lower priority: a query that comes gets the cores at once, in the midst of a bulk
-forward of whatever length, and the kernel's scheduler keeps for bulk the share that its priority stands for.
+and as many for bulk. A query that comes is launched at once, in the midst of a bulk forward of whatever length: that
+one steps aside when it has done the piece that it is at (preemption.py), and until then has a lower priority.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from embedserve import metrics
 from embedserve.engine.batcher import Batch, WaitingRoom
 from embedserve.engine.buffers import BufferPool
 from embedserve.engine.outbox import FinishedBatch, Outbox
+from embedserve.engine.preemption import Preemption, Turn
 from embedserve.messages import Lane
 from embedserve_kernels.output_layout import lay_out
 
 if TYPE_CHECKING:
     from embedserve.model.runner import Runner
 
-# Linux weighs a thread of this niceness 272 to 1024 against one of niceness 0: a fifth of a core that both want.
-BULK_NICENESS = 6
+# Linux weighs a thread of this niceness 526 to 1024 against one of niceness 0: a third of a core that both want.
+BULK_NICENESS = 3
 SPEED_SMOOTHING = 0.1  # weight of the newest batch in the measured speed
 SPEED_MIN_TOKENS = 256  # smaller batches say little of the device's speed
 
@@ -41,6 +42,7 @@ class EngineLoop:
         buffers: BufferPool,
         waiting_room: WaitingRoom,
         outbox: Outbox,
+        preemption: Preemption,
         max_batch_tokens: int,
         max_batch_ms: float,
         tokens_per_ms: float | None = None,
@@ -51,6 +53,7 @@ class EngineLoop:
         self._buffers = buffers
         self._waiting_room = waiting_room
         self._outbox = outbox
+        self._turn = Turn(preemption, lane)
         self._max_batch_tokens = max_batch_tokens
         self._max_batch_ms = max_batch_ms
         self._tokens_per_ms = tokens_per_ms
@@ -88,6 +91,7 @@ class EngineLoop:
             np.concatenate([part.lengths for part in parts]),
             layout.table,
             buffer,
+            self._between_pieces,
         )
         return FinishedBatch(batch, layout, buffer, launched_at, time.monotonic())
 
@@ -98,11 +102,16 @@ class EngineLoop:
         if batch is None:
             return False
         self.busy_since = time.monotonic()
-        finished = self.run_forward(batch)
+        with self._turn:
+            finished = self.run_forward(batch)
         self._measure(finished)
         self._outbox.put(finished)  # blocks while OutputLoop has not taken those before
         self.busy_since = None
         return True
+
+    def _between_pieces(self) -> None:
+        self.busy_since = time.monotonic()  # a forward of minutes is not stuck
+        self._turn.step_aside()
 
     def _measure(self, finished: FinishedBatch) -> None:
         now = finished.ended_at

@@ -16,6 +16,7 @@ from embedserve.engine.batcher import Batcher, WaitingRoom
 from embedserve.engine.buffers import BufferPool
 from embedserve.engine.engine_loop import EngineLoop
 from embedserve.engine.outbox import Outbox
+from embedserve.engine.preemption import Preemption
 from embedserve.messages import Lane
 from embedserve.process import NamedThread, naming_threads
 from embedserve_kernels.output_layout import OutputDtype, row_bytes
@@ -90,6 +91,7 @@ class Pipeline:
             len(Lane) * runner.forwards + SPARE_BUFFERS, buffer_bytes, outside=metrics.OUTPUT_BUFFERS_OUTSIDE_RING.inc
         )
         self.outbox = Outbox(limit=len(Lane) * runner.forwards)
+        self._preemption = Preemption(runner.forwards)
         engine_loop = self._make_engine_loop(runner, Lane.QUERY)
         self.runner = runner
         self._changed()
@@ -134,6 +136,7 @@ class Pipeline:
             buffers=self._buffers,
             waiting_room=self.waiting_room,
             outbox=self.outbox,
+            preemption=self._preemption,
             max_batch_tokens=self._config.batch_tokens_limit,
             max_batch_ms=self._config.batch_ms_limit,
             tokens_per_ms=self.tokens_per_ms,

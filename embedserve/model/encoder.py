@@ -143,8 +143,16 @@ class BertEncoder:
                 shapes[f"encoder.layer.{i}.{name}.bias"] = (hidden,)
         return shapes
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, groups: list[EqualLengths]) -> torch.Tensor:
-        """token_ids and positions [total_tokens] -> the last hidden states [total_tokens, hidden]."""
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        groups: list[EqualLengths],
+        between: Callable[[], None] | None = None,
+    ) -> torch.Tensor:
+        """token_ids and positions [total_tokens] -> the last hidden states [total_tokens, hidden]. `between` is called
+        after each layer.
+        """
         eps = self.config.layer_norm_eps
         norm = self._embedding_norm
         hidden = embed_tokens(token_ids, positions, self._words, self._positions_and_type, norm.weight, norm.bias, eps)
@@ -155,6 +163,8 @@ class BertEncoder:
             inner = linear(hidden, layer.intermediate, self.config.activation)
             norm = layer.output_norm
             hidden = layer_norm_residual(linear(inner, layer.output), hidden, norm.weight, norm.bias, eps)
+            if between is not None:
+                between()
         return hidden
 
 

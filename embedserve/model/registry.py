@@ -26,13 +26,19 @@ class PackedConfig(Protocol):
 
 
 class PackedModel(Protocol):
-    """A forward pass over sequences packed end to end."""
+    """A forward pass over sequences packed end to end, in pieces: `between` is called between them."""
 
     @property
     def config(self) -> PackedConfig: ...
     @property
     def attention_kernels(self) -> str: ...
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, groups: list[EqualLengths]) -> torch.Tensor: ...
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        groups: list[EqualLengths],
+        between: Callable[[], None] | None = None,
+    ) -> torch.Tensor: ...
 
 
 class Architecture(NamedTuple):

@@ -26,6 +26,8 @@ from embedserve_kernels.pool_normalize import Pooling, pool_normalize
 from embedserve_kernels.varlen_attention import group_equal_lengths
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from embedserve.model.folder import ModelFolder
     from embedserve.model.registry import PackedModel
     from embedserve_kernels.output_layout import RowTable
@@ -47,11 +49,19 @@ class Runner(Protocol):
     card: ModelCard
     forwards: int
 
-    def launch(self, token_ids: np.ndarray, lengths: np.ndarray, table: RowTable, out: np.ndarray) -> None:
+    def launch(
+        self,
+        token_ids: np.ndarray,
+        lengths: np.ndarray,
+        table: RowTable,
+        out: np.ndarray,
+        between: Callable[[], None] | None = None,
+    ) -> None:
         """token_ids [total_tokens] int32, sequences end to end, special tokens already in; lengths [rows] int32,
         each at least 1 and at most the card's limit; table: where each row goes in `out` [bytes] uint8.
 
-        Every byte that `table` names is written when this returns, and no other.
+        Every byte that `table` names is written when this returns, and no other. `between` is called between the
+        pieces of the forward; it may take its time.
         """
 
     def enter_thread(self) -> None:
@@ -195,7 +205,14 @@ class PackedRunner:
         self._threads = torch.get_num_threads()  # of one forward
         self._model = model
 
-    def launch(self, token_ids: np.ndarray, lengths: np.ndarray, table: RowTable, out: np.ndarray) -> None:
+    def launch(
+        self,
+        token_ids: np.ndarray,
+        lengths: np.ndarray,
+        table: RowTable,
+        out: np.ndarray,
+        between: Callable[[], None] | None = None,
+    ) -> None:
         assert len(lengths) == len(table) > 0, (len(lengths), len(table))
         assert int(lengths.sum()) == len(token_ids), (int(lengths.sum()), len(token_ids))
         # Sorted by length, so that sequences of one length are a plain view for attention.
@@ -210,7 +227,8 @@ class PackedRunner:
         padded_ids, padded_positions = (torch.from_numpy(np.pad(array, tail)) for array in (sorted_ids, positions))
         pooling: Pooling = self.card.pooling  # type: ignore[assignment]  # read_folder allows no other
         with torch.inference_mode():
-            hidden = self._model.forward(padded_ids, padded_positions, group_equal_lengths(sorted_lengths))
+            groups = group_equal_lengths(sorted_lengths)
+            hidden = self._model.forward(padded_ids, padded_positions, groups, between)
             ends = torch.from_numpy(cu_seqlens)
             pool_normalize(hidden[: len(token_ids)], ends, pooling, table.take(order), torch.from_numpy(out))
 

@@ -18,6 +18,8 @@ from embedserve.model.runner import make_card
 from embedserve_kernels.pool_normalize import pool_normalize
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from embedserve.model.card import ModelCard
     from embedserve.model.folder import ModelFolder
     from embedserve_kernels.output_layout import RowTable
@@ -79,13 +81,22 @@ class SentenceTransformersRunner:
         self._token_types = token_types
         self._threads = torch.get_num_threads()
 
-    def launch(self, token_ids: np.ndarray, lengths: np.ndarray, table: RowTable, out: np.ndarray) -> None:
+    def launch(
+        self,
+        token_ids: np.ndarray,
+        lengths: np.ndarray,
+        table: RowTable,
+        out: np.ndarray,
+        between: Callable[[], None] | None = None,
+    ) -> None:
         sequences = torch.split(torch.from_numpy(token_ids.astype(np.int64)), lengths.tolist())
         order = np.argsort(lengths, kind="stable")
         for rows in _sub_batches(order, lengths):
             vectors = self.forward([sequences[row] for row in rows])
             one_token_each = torch.arange(len(rows) + 1)
             pool_normalize(vectors, one_token_each, "cls", table.take(rows), torch.from_numpy(out))
+            if between is not None:
+                between()
 
     def forward(self, sequences: list[torch.Tensor]) -> torch.Tensor:
         """[tokens] int64 each -> [rows, dims], by the folder's modules."""

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from embedserve_kernels.cpp_library import cpp_library
+from embedserve_kernels.long_attention import PIECE_QUERIES, long_attention
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,20 +46,27 @@ def group_equal_lengths(lengths: np.ndarray) -> list[EqualLengths]:
 
 
 def varlen_attention(
-    qkv: torch.Tensor, heads: int, groups: list[EqualLengths], *, kv_heads: int | None = None, causal: bool = False
+    qkv: torch.Tensor,
+    heads: int,
+    groups: list[EqualLengths],
+    *,
+    kv_heads: int | None = None,
+    causal: bool = False,
+    between: Callable[[], None] | None = None,
 ) -> torch.Tensor:
     """qkv [total_tokens, (heads + 2 * kv_heads) * head_dim] -> [total_tokens, heads * head_dim].
 
     A token's queries, keys and values lie in this order, heads within each. Without kv_heads there are as many as
     heads; with fewer, each is shared by heads / kv_heads consecutive ones (https://arxiv.org/abs/2305.13245). Causal:
     a token attends to itself and those before it in its sequence. Scaled by head_dim ** -0.5. Softmax and sums are in
-    float32. Tokens behind the last sequence belong to none and become zero.
+    float32. Tokens behind the last sequence belong to none and become zero. `between` is called between the pieces of
+    long sequences, where a CPU's torch body runs them.
     """
     head_dim = _head_dim(qkv, heads, kv_heads or heads)
     assert len(qkv) >= _end(groups), (len(qkv), groups[-1])
     if qkv.device.type == "cpu" and qkv.is_contiguous() and attention_kernels(qkv.dtype, head_dim) == "cpp":
         return varlen_attention_cpp(qkv, heads, groups, kv_heads=kv_heads, causal=causal)
-    return varlen_attention_reference(qkv, heads, groups, kv_heads=kv_heads, causal=causal)
+    return varlen_attention_reference(qkv, heads, groups, kv_heads=kv_heads, causal=causal, between=between)
 
 
 def attention_kernels(dtype: torch.dtype, head_dim: int) -> str:
@@ -116,8 +124,15 @@ def varlen_attention_cpp(
 
 
 def varlen_attention_reference(
-    qkv: torch.Tensor, heads: int, groups: list[EqualLengths], *, kv_heads: int | None = None, causal: bool = False
+    qkv: torch.Tensor,
+    heads: int,
+    groups: list[EqualLengths],
+    *,
+    kv_heads: int | None = None,
+    causal: bool = False,
+    between: Callable[[], None] | None = None,
 ) -> torch.Tensor:
+    """With `between`, sequences of more than PIECE_QUERIES tokens go in pieces."""
     kv_heads = kv_heads or heads
     head_dim = _head_dim(qkv, heads, kv_heads)
     out = qkv.new_empty(len(qkv), heads * head_dim)
@@ -127,6 +142,11 @@ def varlen_attention_reference(
         packed = qkv[part].to(_torch_dtype(qkv, group.length)).view(group.rows, group.length, -1, head_dim)
         # each [rows, its heads, length, head_dim]
         q, k, v = torch.split(packed.transpose(1, 2), [heads, kv_heads, kv_heads], dim=1)
+        if between is not None and qkv.device.type == "cpu" and group.length > PIECE_QUERIES:
+            attended = out[part].view(group.rows, group.length, heads, -1).transpose(1, 2)
+            for row in range(group.rows):
+                long_attention(q[row], k[row], v[row], attended[row], causal=causal, between=between)
+            continue
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=kv_heads != heads)
         out[part].view(group.rows, group.length, heads, -1).copy_(attended.transpose(1, 2))
     return out

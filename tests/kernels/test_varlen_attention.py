@@ -1,6 +1,7 @@
 """varlen_attention, each body of it, against torch's own attention in float64, one sequence at a time."""
 
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from embedserve_kernels.cpp_library import cpp_library
+from embedserve_kernels.long_attention import PIECE_KEYS, PIECE_QUERIES
 from embedserve_kernels.varlen_attention import (
     CPP_BODIES,
     attention_kernels,
@@ -96,6 +98,17 @@ def test_cpp_body_takes_the_longest_sequences(body):
 def test_keys_are_shared_and_later_tokens_unseen(lengths, heads, kv_heads, causal, dtype):
     for attend in (varlen_attention, varlen_attention_reference):
         check(attend, lengths, heads, 16, dtype, seed=10, kv_heads=kv_heads, causal=causal)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("lengths", [[2, PIECE_QUERIES, PIECE_QUERIES + 1], [2500] * 2, [PIECE_KEYS + 1030]], ids=str)
+def test_long_sequences_in_pieces_are_as_in_one(lengths, causal, dtype):
+    pieces = []
+    attend = partial(varlen_attention_reference, between=lambda: pieces.append(None))
+    check(attend, lengths, 4, 32, dtype, seed=11, kv_heads=2, causal=causal)
+    long = [length for length in lengths if length > PIECE_QUERIES]
+    assert len(pieces) >= 2 * 2 * len(long)  # of both key heads, at least two of queries
 
 
 @pytest.mark.parametrize("body", BODIES)

@@ -20,6 +20,7 @@ from embedserve.engine.batcher import Request, WaitingRoom
 from embedserve.engine.buffers import BufferPool
 from embedserve.engine.engine_loop import SPEED_MIN_TOKENS, EngineLoop
 from embedserve.engine.outbox import FinishedBatch, Outbox
+from embedserve.engine.preemption import Preemption
 from embedserve.messages import Lane
 from embedserve_kernels.output_layout import NUMPY_DTYPES, OutputDtype, RowTable, row_bytes
 
@@ -46,7 +47,14 @@ class FakeRunner:
     def enter_thread(self) -> None:
         self.entered_by.append(threading.current_thread().name)
 
-    def launch(self, token_ids: np.ndarray, lengths: np.ndarray, table: RowTable, out: np.ndarray) -> None:
+    def launch(
+        self,
+        token_ids: np.ndarray,
+        lengths: np.ndarray,
+        table: RowTable,
+        out: np.ndarray,
+        between: Callable[[], None],
+    ) -> None:
         if self.lost:
             raise DeviceLost
         self.launches.append((token_ids.copy(), lengths.copy()))
@@ -54,6 +62,7 @@ class FakeRunner:
             dtype = OutputDtype(table.dtype[row])
             nbytes = row_bytes(int(table.dims[row]), dtype)
             out[table.byte_offset[row] : table.byte_offset[row] + nbytes].view(NUMPY_DTYPES[dtype])[:] = first
+            between()
         out[table.status_offset] = 0
         self.now += len(token_ids) / self.tokens_per_ms / 1000
 
@@ -119,6 +128,7 @@ def make_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeEngine]:
         runner = FakeRunner(forwards=loops)
         monkeypatch.setattr(engine_loop, "time", SimpleNamespace(monotonic=lambda: runner.now))
         engine = Engine([], WaitingRoom(10**9), Outbox(limit=loops), runner, BufferPool(buffers, 1 << 16, poison=True))
+        preemption = Preemption(loops)
         for _ in range(loops):
             engine.loops.append(
                 EngineLoop(
@@ -127,6 +137,7 @@ def make_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeEngine]:
                     buffers=engine.pool,
                     waiting_room=engine.room,
                     outbox=engine.outbox,
+                    preemption=preemption,
                     max_batch_tokens=max_batch_tokens,
                     max_batch_ms=MAX_BATCH_MS,
                 )
