@@ -9,6 +9,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -25,9 +26,12 @@ def auto_lane(rows: int, tokens: int) -> Lane:
     return Lane.QUERY if rows <= QUERY_MAX_INPUTS and tokens <= QUERY_MAX_TOKENS else Lane.BULK
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Request:
-    """One client request as the engine sees it. Rows before `next_row` have been taken into batches."""
+    """One client request as the engine sees it. Rows before `next_row` have been taken into batches.
+
+    Nobody waits for a `cancelled` one: those of its rows that are in a batch may be left out.
+    """
 
     frontend: str
     id: int
@@ -39,6 +43,7 @@ class Request:
     normalize: bool
     enqueued_at: float
     next_row: int = 0
+    cancelled: bool = False
     token_ends: np.ndarray = field(init=False)  # [rows + 1] where each input begins in token_ids, and the end
 
     def __post_init__(self) -> None:
@@ -88,6 +93,11 @@ class Batch:
     @property
     def rows(self) -> int:
         return sum(part.rows for part in self.parts)
+
+    @property
+    def cancelled(self) -> bool:
+        """Nobody waits for any of it."""
+        return all(part.request.cancelled for part in self.parts)
 
 
 class Batcher:
@@ -169,6 +179,8 @@ class WaitingRoom:
         self._observe = observe
         self._lock = threading.Lock()
         self._gone: set[str] = set()  # frontends; of theirs some messages may still be read
+        # those with rows in a batch, for as long as anyone works on it
+        self._taken: WeakValueDictionary[tuple[str, int], Request] = WeakValueDictionary()
         self._filled = {lane: threading.Condition(self._lock) for lane in Lane}
         self._closed = False
 
@@ -189,16 +201,24 @@ class WaitingRoom:
         return refused
 
     def cancel(self, frontend: str, ids: Iterable[int]) -> int:
-        """How many of these requests still waited; they are gone now."""
+        """How many of these requests still waited; they are gone now. What is in a batch of them is marked."""
         with self._lock:
-            freed = sum(self._batcher.cancel(frontend, id) is not None for id in ids)
+            freed = 0
+            for id in ids:
+                freed += self._batcher.cancel(frontend, id) is not None
+                taken = self._taken.get((frontend, id))
+                if taken is not None:
+                    taken.cancelled = True
             self._observe(self._batcher)
         return freed
 
     def cancel_frontend(self, frontend: str) -> int:
-        """Free what a frontend that is gone had waiting, now and later; how many requests that was."""
+        """Free what a frontend that is gone had waiting, now and later; how many requests that was. What is in a batch
+        of theirs is marked."""
         with self._lock:
             self._gone.add(frontend)
+            for request in list(self._taken.values()):
+                request.cancelled |= request.frontend == frontend
             freed = self._batcher.cancel_frontend(frontend)
             self._observe(self._batcher)
         return freed
@@ -217,6 +237,7 @@ class WaitingRoom:
                 share = max(MIN_SHARE_TOKENS, -(-waiting // takers))
                 batch = self._batcher.next_batch(lane, min(budget, share))
                 if batch is not None:
+                    self._taken.update({(part.request.frontend, part.request.id): part.request for part in batch.parts})
                     self._observe(self._batcher)
                     if self._batcher.waiting_tokens(lane):
                         self._filled[lane].notify()  # there is work left for another that takes

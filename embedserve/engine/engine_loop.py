@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import threading
 import time
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,6 +31,10 @@ if TYPE_CHECKING:
 BULK_NICENESS = 3
 SPEED_SMOOTHING = 0.1  # weight of the newest batch in the measured speed
 SPEED_MIN_TOKENS = 256  # smaller batches say little of the device's speed
+
+
+class _Cancelled(Exception):
+    pass
 
 
 class EngineLoop:
@@ -77,6 +83,7 @@ class EngineLoop:
         return min(self._max_batch_tokens, max(SPEED_MIN_TOKENS, int(self._tokens_per_ms * self._max_batch_ms)))
 
     def run_forward(self, batch: Batch) -> FinishedBatch:
+        """Raises _Cancelled between two pieces, once nobody waits for any of it."""
         launched_at = time.monotonic()
         parts = batch.parts
         layout = lay_out(
@@ -91,7 +98,7 @@ class EngineLoop:
             np.concatenate([part.lengths for part in parts]),
             layout.table,
             buffer,
-            self._between_pieces,
+            partial(self._between_pieces, batch),
         )
         return FinishedBatch(batch, layout, buffer, launched_at, time.monotonic())
 
@@ -102,15 +109,19 @@ class EngineLoop:
         if batch is None:
             return False
         self.busy_since = time.monotonic()
-        with self._turn:
+        finished = None
+        with suppress(_Cancelled), self._turn:
             finished = self.run_forward(batch)
-        self._measure(finished)
-        self._outbox.put(finished)  # blocks while OutputLoop has not taken those before
+        if finished is not None:
+            self._measure(finished)
+            self._outbox.put(finished)  # blocks while OutputLoop has not taken those before
         self.busy_since = None
         return True
 
-    def _between_pieces(self) -> None:
+    def _between_pieces(self, batch: Batch) -> None:
         self.busy_since = time.monotonic()  # a forward of minutes is not stuck
+        if batch.cancelled:
+            raise _Cancelled
         self._turn.step_aside()
 
     def _measure(self, finished: FinishedBatch) -> None:

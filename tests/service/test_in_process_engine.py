@@ -151,9 +151,9 @@ def test_vector_with_nan_in_it_is_an_error(tiny_bert: Path, monkeypatch: pytest.
         launch = PackedRunner.launch
 
         def spoil(
-            self: PackedRunner, token_ids: np.ndarray, lengths: np.ndarray, table: RowTable, out: np.ndarray
+            self: PackedRunner, token_ids: np.ndarray, lengths: np.ndarray, table: RowTable, out: np.ndarray, *rest: Any
         ) -> None:
-            launch(self, token_ids, lengths, table, out)
+            launch(self, token_ids, lengths, table, out, *rest)
             out[table.status_offset[1]] = 1
 
         monkeypatch.setattr(PackedRunner, "launch", spoil)

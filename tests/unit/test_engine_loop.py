@@ -42,7 +42,9 @@ class FakeRunner:
     forwards: int = 1
     launches: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)  # token ids and lengths of each
     entered_by: list[str] = field(default_factory=list)  # names of threads
+    rows_begun: int = 0
     lost: bool = False
+    in_the_midst: Callable[[], object] = lambda: None  # what happens during the first row of a forward
 
     def enter_thread(self) -> None:
         self.entered_by.append(threading.current_thread().name)
@@ -62,6 +64,8 @@ class FakeRunner:
             dtype = OutputDtype(table.dtype[row])
             nbytes = row_bytes(int(table.dims[row]), dtype)
             out[table.byte_offset[row] : table.byte_offset[row] + nbytes].view(NUMPY_DTYPES[dtype])[:] = first
+            self.rows_begun += 1
+            self.in_the_midst()
             between()
         out[table.status_offset] = 0
         self.now += len(token_ids) / self.tokens_per_ms / 1000
@@ -337,6 +341,27 @@ def test_loop_runs_ahead_of_the_outbox_by_one_batch_and_no_more(engine: Engine) 
     for taken in range(20):
         assert len(engine.runner.launches) <= taken + 2  # one waits in the outbox, one to get in
         engine.next_batch()
+
+
+# What nobody waits for any more
+
+
+def test_forward_that_nobody_waits_for_ends_in_its_midst(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_batch_tokens=5, buffers=1)
+    engine.runner.in_the_midst = lambda: engine.room.cancel("a", [1])
+    engine.add(make_request(1, [2, 3]), make_request(2, [5]))
+    engine.start()
+    assert rows_of(engine.next_batch()) == [(2, 0, [20_000])]
+    assert engine.runner.batch_tokens == [5, 5]
+    assert engine.runner.rows_begun == 2  # one of each
+    wait_until(lambda: engine.pool.free == 1)
+
+
+def test_forward_that_somebody_waits_for_goes_on(engine: Engine) -> None:
+    engine.runner.in_the_midst = lambda: engine.room.cancel("a", [1])
+    engine.add(make_request(1, [2]), make_request(2, [5]))
+    engine.start()
+    assert (2, 0, [20_000]) in rows_of(engine.next_batch())
 
 
 # How it ends

@@ -190,6 +190,27 @@ def test_cancel_counts_only_what_still_waited(room: Room) -> None:
     assert room.cancel_frontend("a") == 0
 
 
+def test_what_is_in_a_batch_is_marked_when_it_is_cancelled(room: Room) -> None:
+    room.add([make_request(1, [5]), make_request(2, [5])])
+    batch = room.take(Lane.QUERY, 50)
+    assert batch is not None
+    room.cancel("a", [1])
+    assert [part.request.cancelled for part in batch.parts] == [True, False]
+    assert not batch.cancelled
+    room.cancel("b", [2])
+    assert not batch.cancelled
+    room.cancel_frontend("a")
+    assert batch.cancelled
+
+
+def test_what_is_in_a_batch_is_marked_when_the_rest_of_it_still_waited(room: Room) -> None:
+    room.add([make_request(1, [5, 5])])
+    batch = room.take(Lane.QUERY, 5)
+    assert batch is not None
+    assert room.cancel("a", [1]) == 1
+    assert batch.cancelled
+
+
 def test_what_a_lost_frontend_had_sent_is_not_let_in_any_more(room: Room) -> None:
     room.cancel_frontend("a")
     assert room.add([make_request(1, [10]), make_request(2, [10], frontend="b")]) == []
