@@ -19,9 +19,11 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model"]
 
 def find_model(model: str | None, revision: str | None) -> tuple[Path, str]:
     """-> the folder, and the name that it is served under by default."""
-    if model is None:
+    path = None if model is None else Path(model)
+    if revision is not None and (path is None or path.is_dir()):
+        raise StartError(f"--revision {revision} is of a hub id; MODEL is {model or 'the bundled one'}.")
+    if model is None or path is None:
         return _bundled_model(), BUNDLED_MODEL_NAME
-    path = Path(model)
     if path.is_dir():
         return path, path.resolve().name
     if not _HUB_ID.fullmatch(model):

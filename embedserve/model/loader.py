@@ -76,7 +76,10 @@ def space_of_files(folder: ModelFolder) -> str:
     if folder.architecture in SUPPORTED_ARCHITECTURES:
         kind = architecture(folder.architecture)
         prefix, ignored_prefixes = kind.model.prefix, kind.model.ignored_prefixes
+    kinds = [module.kind for module in folder.modules if module.kind != "Dropout"]
     digests: dict[str, bytes] = {}
+    if kinds[2:] not in ([], ["Normalize"]):  # others' order decides a vector too
+        digests[""] = ", ".join(kinds).encode()
     for module in folder.modules:
         if module.kind not in ("Transformer", "Dense", "LayerNorm"):
             continue
@@ -87,6 +90,11 @@ def space_of_files(folder: ModelFolder) -> str:
         if not of_transformer:
             digests[place] = hashlib.sha256((module.path / "config.json").read_bytes()).digest()
     return _space_id(folder, digests)
+
+
+def tensor_names(path: Path) -> list[str]:
+    """As the folder's safetensors files have them."""
+    return [tensor.name for tensor in _stored_tensors(path, "", ()).values()]
 
 
 def dummy_weights(folder: ModelFolder, *, dtype: torch.dtype, device: torch.device) -> tuple[PackedModel, str]:

@@ -9,7 +9,7 @@ import logging
 import re
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -96,8 +96,10 @@ def load_runner(
         try:
             return _load_packed(folder, name, torch_dtype, torch_device, threads, forwards, load_format)
         except NotNative as error:
-            if backend == "native" or load_format == "dummy":
+            if load_format == "dummy":
                 raise
+            if backend == "native":
+                raise NotNative(f"{error} Serve another model, or take --backend auto.") from error
             log.warning("%s It is served by sentence-transformers, padded and slower.", error)
     elif load_format == "dummy":
         raise StartError("--load-format dummy is for --backend native; sentence-transformers reads its weights itself.")
@@ -213,28 +215,42 @@ class PackedRunner:
         out: np.ndarray,
         between: Callable[[], None] | None = None,
     ) -> None:
-        assert len(lengths) == len(table) > 0, (len(lengths), len(table))
-        assert int(lengths.sum()) == len(token_ids), (int(lengths.sum()), len(token_ids))
-        # Sorted by length, so that sequences of one length are a plain view for attention.
-        order = np.argsort(lengths, kind="stable")
-        starts = np.cumsum(lengths, dtype=np.int64) - lengths
-        sorted_lengths = lengths[order]
-        cu_seqlens = np.zeros(len(lengths) + 1, dtype=np.int64)
-        np.cumsum(sorted_lengths, out=cu_seqlens[1:])
-        positions = np.arange(len(token_ids)) - np.repeat(cu_seqlens[:-1], sorted_lengths)
-        sorted_ids = token_ids[np.repeat(starts[order], sorted_lengths) + positions]
+        batch = sort_by_length(token_ids, lengths, table)
         tail = (0, round_up_tokens(len(token_ids)) - len(token_ids))
-        padded_ids, padded_positions = (torch.from_numpy(np.pad(array, tail)) for array in (sorted_ids, positions))
+        padded_ids, positions = (torch.from_numpy(np.pad(each, tail)) for each in (batch.token_ids, batch.positions))
         pooling: Pooling = self.card.pooling  # type: ignore[assignment]  # read_folder allows no other
         with torch.inference_mode():
-            groups = group_equal_lengths(sorted_lengths)
-            hidden = self._model.forward(padded_ids, padded_positions, groups, between)
-            ends = torch.from_numpy(cu_seqlens)
-            pool_normalize(hidden[: len(token_ids)], ends, pooling, table.take(order), torch.from_numpy(out))
+            hidden = self._model.forward(padded_ids, positions, group_equal_lengths(batch.lengths), between)
+            ends = torch.from_numpy(batch.cu_seqlens)
+            pool_normalize(hidden[: len(token_ids)], ends, pooling, table.take(batch.order), torch.from_numpy(out))
 
     def enter_thread(self) -> None:
         torch.set_num_threads(self._threads)
         torch.get_num_threads()  # before any operation: the thread keeps its number, whatever another sets later
+
+
+class SortedBatch(NamedTuple):
+    """Sequences end to end, the shortest first, so that those of one length are a plain view for attention."""
+
+    order: np.ndarray  # [rows] which row of the batch each was
+    lengths: np.ndarray  # [rows]
+    cu_seqlens: np.ndarray  # [rows + 1] int64, where each begins, and the end
+    token_ids: np.ndarray  # [total_tokens]
+    positions: np.ndarray  # [total_tokens] each token's in its sequence
+
+
+def sort_by_length(token_ids: np.ndarray, lengths: np.ndarray, table: RowTable) -> SortedBatch:
+    """What `launch` takes."""
+    assert len(lengths) == len(table) > 0, (len(lengths), len(table))
+    assert int(lengths.sum()) == len(token_ids), (int(lengths.sum()), len(token_ids))
+    order = np.argsort(lengths, kind="stable")
+    starts = np.cumsum(lengths, dtype=np.int64) - lengths
+    sorted_lengths = lengths[order]
+    cu_seqlens = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(sorted_lengths, out=cu_seqlens[1:])
+    positions = np.arange(len(token_ids)) - np.repeat(cu_seqlens[:-1], sorted_lengths)
+    sorted_ids = token_ids[np.repeat(starts[order], sorted_lengths) + positions]
+    return SortedBatch(order, sorted_lengths, cu_seqlens, sorted_ids, positions)
 
 
 def round_up_tokens(total: int) -> int:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from embedserve.errors import StartError
 from embedserve.model.folder import read_folder
-from embedserve.model.hub import BUNDLED_MODEL_SHA256
+from embedserve.model.hub import BUNDLED_MODEL_SHA256, find_model
 from embedserve.model.loader import check_sha256
 from embedserve.model.runner import load_runner
 
@@ -276,3 +276,9 @@ def edit_weights(folder: Path, *, remove: str | None = None, add: dict[str, torc
     tensors.update(add or {})
     tensors.pop(remove, None)
     save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("model", [None, "."])
+def test_revision_without_a_hub_id_is_an_error(model: str | None) -> None:
+    with pytest.raises(StartError, match="--revision main is of a hub id"):
+        find_model(model, "main")
