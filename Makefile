@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 GOAL := $(or $(firstword $(MAKECMDGOALS)),demo)
 NEEDED_PYTHON := embedserve needs Python 3.11 or newer; name one, as in: make $(GOAL) PYTHON=python3.12
 
-.PHONY: help demo serve test test-all test-faults lint proto
+.PHONY: help demo serve test test-all test-faults test-large lint proto
 .NOTPARALLEL:
 
 help:
@@ -20,7 +20,8 @@ help:
 	@echo "make serve      run the server;               ARGS=\"--http-port 9000\" adds flags"
 	@echo "make test       the tests that CI runs;       ARGS=\"-k client\" adds pytest's flags"
 	@echo "make test-all   every test: test and"
-	@echo "make test-faults  the long ones of cancels and deaths"
+	@echo "make test-faults  the long ones of cancels and deaths, and"
+	@echo "make test-large   a model of more than a gigabyte: 4 GB of memory"
 	@echo "make lint       ruff and mypy"
 	@echo "make proto      write embedserve/v1 anew from protos/"
 	@echo
@@ -36,10 +37,13 @@ serve: $(VENV)/.server
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest $(ARGS)
 
-test-all: test test-faults
+test-all: test test-faults test-large
 
 test-faults: $(VENV)/.dev
 	$(BIN)/python -m pytest -m faults -rP $(ARGS)
+
+test-large: $(VENV)/.dev
+	$(BIN)/python -m pytest -m large -rP $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
