@@ -258,6 +258,8 @@ def test_caller_who_is_interrupted_frees_his_rows(tiny_bert: Path, monkeypatch: 
 
         def interrupt() -> None:
             held.entered.wait(20)
+            main = Path(f"/proc/self/task/{threading.main_thread().native_id}/stat")
+            wait_until(lambda: main.read_text().rpartition(") ")[2][0] == "S")  # a signal just before it waits is lost
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
         threading.Thread(target=interrupt).start()

@@ -933,8 +933,13 @@ def threaded_server(status: int, slow_above_bytes: int = 1 << 30) -> Iterator[tu
 
 @contextmanager
 def sleeping_child() -> Iterator[int]:
+    """Yields once it runs what it is to run: for an instant of its exec a process has no command line."""
     child = subprocess.Popen(["sleep", "60"])
     try:
+        deadline_s = time.monotonic() + 5
+        while b"sleep" not in Path(f"/proc/{child.pid}/cmdline").read_bytes():
+            assert time.monotonic() < deadline_s
+            time.sleep(0.001)
         yield child.pid
     finally:
         child.kill()
