@@ -64,7 +64,7 @@ def test_garbage_is_answered_and_the_stream_goes_on(server: Server) -> None:
 
 def test_client_that_does_not_read_stops_being_read_and_harms_nobody(server: Server) -> None:
     """What it sends beyond the window waits on its side or on the way, until it reads."""
-    requests = [pb.EmbedRequest(texts=["a"] * 64, request_id=str(i)) for i in range(1000)]  # 98 kB come for each
+    requests = [pb.EmbedRequest(texts=["a"] * 64, request_id=str(i)) for i in range(400)]  # 98 kB come for each
 
     def embedded() -> float:
         return metric(server, "embedserve_inputs_total") / 64
@@ -74,7 +74,7 @@ def test_client_that_does_not_read_stops_being_read_and_harms_nobody(server: Ser
         replies = EmbeddingStub(channel).EmbedStream(iter(requests), timeout=120)
         stalled_at = settled(embedded)
         print(f"stopped after {stalled_at - before:.0f} requests")
-        assert MAX_IN_FLIGHT <= stalled_at - before < 500
+        assert MAX_IN_FLIGHT <= stalled_at - before < 250
         with steady_load(server, callers=1) as load:
             time.sleep(1)
         assert set(load.answers) == {"http good", "grpc good"}
